@@ -1,0 +1,1 @@
+"""The world, on trio: processes, sockets and files."""
