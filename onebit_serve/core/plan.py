@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
+import math
+import re
+from collections.abc import Mapping
 from typing import Literal
 
 import msgspec
 
-from onebit_serve.core.config import Log, Server
+from onebit_serve.core import options, presets
+from onebit_serve.core.config import Backend, Config, Log, Server, nearest
+from onebit_serve.core.errors import UsageError
+from onebit_serve.core.facts import BinaryFacts, ModelFacts
+from onebit_serve.core.presets import Preset
 
-__all__ = ["BackendPlan", "Kind", "Plan", "Role", "WarmUp"]
+__all__ = [
+    "LIBHSA_VARIABLE",
+    "BackendPlan",
+    "Kind",
+    "Plan",
+    "Role",
+    "WarmUp",
+    "choose_device",
+    "is_loopback",
+    "make",
+    "served_id",
+    "wants_libhsa",
+]
 
 Kind = Literal["llama-server", "zinc", "mlx"]
 Role = Literal["chat", "embedding", "rerank"]
@@ -20,7 +39,8 @@ class WarmUp(msgspec.Struct, frozen=True):
     Args:
         prompt_tokens: Tokens of its prompt; sized down where the context is smaller.
         decode_tokens: Tokens it generates.
-        deadline_s: Seconds until a warm-up that still progresses is cancelled, its retry included.
+        deadline_s: Seconds until a warm-up that still progresses is cancelled, its retry included;
+            infinite where there is no limit.
         hang_s: Seconds without any progress after which the backend counts as hung; 0 is never.
         skip: Why there is none (`cpu`, `off`), or empty.
     """
@@ -85,3 +105,273 @@ class Plan(msgspec.Struct, frozen=True):
     server: Server
     log: Log
     backends: tuple[BackendPlan, ...]
+
+
+# Where HRX looks for the HSA runtime (IREE's documentation of the amdgpu driver).
+LIBHSA_VARIABLE = "IREE_HAL_AMDGPU_LIBHSA_PATH"
+
+
+def make(
+    config: Config,
+    *,
+    binary: BinaryFacts,
+    model: ModelFacts | None,
+    environment: Mapping[str, str],
+    libhsa: str | None = None,
+    embedded: bool = False,
+) -> Plan:
+    """Decide what one run of `1bit serve` starts, and how.
+
+    Args:
+        config: All settings.
+        binary: What is known of the program that will run.
+        model: What the model's header says; `None` for a model that is no file (mlx).
+        environment: The user's environment.
+        libhsa: The HSA runtime that was found, for HRX.
+        embedded: The embedded default was asked for: its warm-up shows on the CPU too.
+
+    Raises:
+        UsageError: The settings contradict each other, the binary or the model.
+    """
+    if not is_loopback(config.server.host):
+        raise UsageError(
+            f"--host {config.server.host}: a host that is not loopback is not yet supported",
+            hint="listen on 127.0.0.1, ::1 or localhost",
+        )
+    backend = config.backend
+    if backend.model is None:
+        raise UsageError("no model is named", hint="name one with -m MODEL.gguf, or try --embedded")
+    options.check_extra(backend.args)
+    preset = choose_device(backend, binary)
+    _check_fits(backend, preset, binary)
+    set_env = _set_env(backend, preset, environment, libhsa)
+    build = {"llama-server": _llama_server, "zinc": _zinc, "mlx": _mlx}[preset.kind]
+    identity = served_id(backend, preset.kind)
+    arguments = build(backend, preset, binary, model, identity)
+    unset_env = (*options.ALWAYS_UNSET, *options.variables_of(arguments))
+    for name in backend.env:
+        if name in unset_env:
+            raise UsageError(
+                f"[backend] env sets {name}, which `1bit serve` keeps from the backend",
+                hint="use the flag or key of the same meaning",
+            )
+    one = BackendPlan(
+        name=backend.name or preset.word,
+        served_id=identity,
+        device=preset.word,
+        kind=preset.kind,
+        role=_role(backend),
+        binary=binary.path,
+        model=backend.model,
+        arguments=tuple(arguments),
+        set_env=set_env,
+        unset_env=unset_env,
+        warm_up=_warm_up(config, preset, embedded=embedded),
+        upstream_model={"llama-server": None, "zinc": "", "mlx": backend.model}[preset.kind],
+        assemble=preset.kind == "llama-server" and presets.misses_departures(binary.version),
+    )
+    return Plan(server=config.server, log=config.log, backends=(one,))
+
+
+def choose_device(backend: Backend, binary: BinaryFacts) -> Preset:
+    """Choose the device: the one asked for, or the first of `auto` that the binary lists.
+
+    Raises:
+        UsageError: The binary does not list what was asked for.
+    """
+    listed = {device.name.lower(): device.name for device in binary.devices}
+    asked = "cpu" if backend.device.lower() == "none" else backend.device.lower()
+    by_listed = {p.listed.lower(): p for p in presets.PRESETS.values() if p.listed}
+    if asked == "auto":
+        words = [
+            word
+            for word in presets.AUTO_ORDER
+            if (presets.PRESETS[word].listed or "").lower() in listed
+        ]
+        others = [name for name in listed.values() if name not in presets.NOT_FOR_AUTO]
+        return presets.preset(next(iter([*words, *others, "cpu"])))
+    found = presets.PRESETS.get(asked) or by_listed.get(asked)
+    if found is None:
+        # Several devices at once are llama-server's own `--device CUDA0,CUDA1`.
+        parts = asked.split(",")
+        if all(part in listed for part in parts):
+            return presets.preset(",".join(listed[part] for part in parts))
+    elif found.listed is None or found.listed.lower() in listed:
+        return found
+    names = ", ".join(listed.values()) or "none"
+    raise UsageError(
+        f"{binary.path} lists no device {backend.device}; it lists {names}",
+        hint=nearest(asked, (*presets.PRESETS, *listed))
+        if found is None
+        else "name one that it lists, `cpu`, or another --llama-server",
+    )
+
+
+def wants_libhsa(backend: Backend, binary: BinaryFacts, environment: Mapping[str, str]) -> bool:
+    """Say whether the HSA runtime has to be looked for.
+
+    Raises:
+        UsageError: As `choose_device`.
+    """
+    told = backend.hrx_libhsa or environment.get(LIBHSA_VARIABLE) or LIBHSA_VARIABLE in backend.env
+    return not told and _uses_hrx(backend, choose_device(backend, binary))
+
+
+def served_id(backend: Backend, kind: Kind = "llama-server") -> str:
+    """Return the model id that clients see: the alias, else the file's name without `.gguf`.
+
+    A split model drops its `-00001-of-00003` (llama.cpp's naming). mlx models have an id already.
+    """
+    if backend.alias:
+        # llama-server takes several names, the first one is the model's id.
+        return backend.alias.partition(",")[0].strip() or backend.alias
+    model = backend.model or ""
+    if kind == "mlx":
+        return model
+    name = model.rstrip("/").rpartition("/")[2]
+    return re.sub(r"(-\d{5}-of-\d{5})?\.gguf$", "", name, flags=re.IGNORECASE) or name
+
+
+def is_loopback(host: str) -> bool:
+    """Say whether only this machine can reach a listening host."""
+    host = host.strip("[]")
+    return host in {"localhost", "::1"} or bool(re.fullmatch(r"127(\.\d{1,3}){3}", host))
+
+
+def _uses_hrx(backend: Backend, preset: Preset) -> bool:
+    return preset.word == "hrx" or (backend.prefill_device or "").lower() == "hrx"
+
+
+def _role(backend: Backend) -> Role:
+    if options.given(backend.args, "--embedding"):
+        return "embedding"
+    return "rerank" if options.given(backend.args, "--reranking") else backend.role
+
+
+def _check_fits(backend: Backend, preset: Preset, binary: BinaryFacts) -> None:
+    """Raise where settings need each other, or a program that this device does not run."""
+    if preset.kind != "llama-server":
+        for flag, is_set in (
+            ("--ctx-size", backend.ctx_size and preset.kind == "mlx"),
+            ("--parallel", backend.parallel > 0),
+            ("--mtp", backend.mtp),
+            ("--prefill-device", backend.prefill_device),
+            ("--embedding and --reranking", backend.role != "chat"),
+        ):
+            if is_set:
+                raise UsageError(f"{flag} is not for {preset.word}", hint="leave it out")
+    if not backend.mtp and (backend.mtp_max or backend.mtp_p_min is not None):
+        raise UsageError(
+            "--mtp-max and --mtp-p-min need --mtp", hint="name the draft head with --mtp HEAD.gguf"
+        )
+    if backend.mtp and binary.options and "--spec-type" not in binary.options:
+        raise UsageError(
+            f"--mtp needs --spec-type, which {binary.path} does not have",
+            hint="use a newer llama-server",
+        )
+    if backend.prefill_device:
+        if backend.prefill_device.lower() != "hrx":
+            raise UsageError(
+                f"--prefill-device {backend.prefill_device}: only hrx can prefill for another",
+                hint="write --prefill-device hrx",
+            )
+        if preset.word != "vulkan":
+            raise UsageError(
+                f"--prefill-device hrx needs --device vulkan, not {preset.word}",
+                hint="add --device vulkan",
+            )
+        choose_device(msgspec.structs.replace(backend, device="hrx"), binary)
+    elif backend.prefill_min_tokens:
+        raise UsageError(
+            "--prefill-min-tokens needs --prefill-device", hint="add --prefill-device hrx"
+        )
+
+
+def _llama_server(
+    backend: Backend,
+    preset: Preset,
+    binary: BinaryFacts,
+    model: ModelFacts | None,
+    identity: str,
+) -> list[str]:
+    head = ["-m", backend.model or "", "--host", "127.0.0.1", "--port", "{port}"]
+    head += ["--alias", backend.alias or identity]
+    soft: list[tuple[str, ...]] = []
+    if preset.device_argument:
+        soft.append(("--device", preset.device_argument))
+    soft += [p for p in preset.arguments if not binary.options or p[0] in binary.options]
+    if backend.ctx_size:
+        soft.append(("-c", str(backend.ctx_size)))
+    if backend.parallel > 0:
+        soft.append(("-np", str(backend.parallel)))
+    role = _role(backend)
+    if role != "chat":
+        soft.append(("--embedding",) if role == "embedding" else ("--reranking",))
+        batch = _embedding_batch_tokens(backend, model)
+        soft += [("-b", str(batch)), ("-ub", str(batch))] if batch else []
+    if backend.mtp:
+        soft += [("--spec-type", "draft-mtp"), ("-md", backend.mtp), ("-ngld", "99")]
+        if backend.mtp_max:
+            soft.append(("--spec-draft-n-max", str(backend.mtp_max)))
+        if backend.mtp_p_min is not None:
+            soft.append(("--spec-draft-p-min", str(backend.mtp_p_min)))
+    if backend.prefill_device:
+        soft.append(("-fa", "on"))
+    # What the user says in llama-server's own words wins over what a preset or a key says.
+    kept = [word for one in soft if not options.given(backend.args, one[0]) for word in one]
+    return [*head, *kept, *backend.args]
+
+
+def _embedding_batch_tokens(backend: Backend, model: ModelFacts | None) -> int:
+    """Return the batch that holds the longest input of an embedding or reranking backend."""
+    if backend.ctx_size:
+        return backend.ctx_size
+    trained = (model.context_length if model else None) or 0
+    return min(trained, presets.EMBEDDING_BATCH_LIMIT_TOKENS)
+
+
+def _zinc(
+    backend: Backend, _preset: Preset, _binary: BinaryFacts, _model: ModelFacts | None, _id: str
+) -> list[str]:
+    context = ["-c", str(backend.ctx_size)] if backend.ctx_size else []
+    return ["-m", backend.model or "", "-p", "{port}", *context, *backend.args]
+
+
+def _mlx(
+    backend: Backend, _preset: Preset, _binary: BinaryFacts, _model: ModelFacts | None, _id: str
+) -> list[str]:
+    return [backend.model or "", "--port", "{port}", *backend.args]
+
+
+def _set_env(
+    backend: Backend, preset: Preset, environment: Mapping[str, str], libhsa: str | None
+) -> dict[str, str]:
+    made = {n: v for n, v in preset.variables.items() if n not in environment}
+    if _uses_hrx(backend, preset):
+        path = backend.hrx_libhsa or (None if environment.get(LIBHSA_VARIABLE) else libhsa)
+        if path:
+            made[LIBHSA_VARIABLE] = path
+    if backend.prefill_device:
+        made["ONEBIT_PREFILL_DEVICE"] = "HRX0"
+        if backend.prefill_min_tokens:
+            made["ONEBIT_PREFILL_MIN_TOKENS"] = str(backend.prefill_min_tokens)
+    return {**made, **backend.env}
+
+
+def _warm_up(config: Config, preset: Preset, *, embedded: bool) -> WarmUp:
+    devices = config.warmup.devices
+    if devices is None:
+        wanted = preset.warm or embedded
+    else:
+        names = {name.lower() for name in devices}
+        wanted = embedded or not names.isdisjoint(
+            {preset.word.lower(), (preset.listed or "").lower()}
+        )
+    off = "cpu" if preset.word == "cpu" else "off"
+    return WarmUp(
+        prompt_tokens=config.warmup.prompt_tokens,
+        decode_tokens=config.warmup.decode_tokens,
+        deadline_s=config.warmup.deadline_s or math.inf,
+        hang_s=config.backend.hang_s,
+        skip="off" if not config.warmup.enabled else "" if wanted else off,
+    )

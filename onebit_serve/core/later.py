@@ -1,0 +1,53 @@
+"""What the contract describes and this version refuses, in one table of flags and keys."""
+
+from __future__ import annotations
+
+import msgspec
+
+__all__ = ["NOT_YET", "Later"]
+
+
+class Later(msgspec.Struct, frozen=True):
+    """Something that the contract describes and this version refuses.
+
+    Args:
+        keys: `table.key` each; refused where the value is not the default.
+        flags: Flags and the values each takes.
+        instead: What to do until then.
+    """
+
+    keys: tuple[str, ...] = ()
+    flags: dict[str, int] = {}
+    instead: str = ""
+
+
+# Delete a row when its feature is there; flags, keys and variables work from then on.
+NOT_YET: tuple[Later, ...] = (
+    Later(
+        ("server.api_key_file",), {"--api-key-file": 1}, "only this machine can reach the server"
+    ),
+    Later(("server.allow_remote",), {"--allow-remote": 0}, "listen on 127.0.0.1"),
+    Later(("server.allowed_hosts", "server.allowed_origins")),
+    Later(("server.park_s", "server.ping_s", "server.drain_s")),
+    Later(
+        ("backend.restart",), {"--no-restart": 0}, "a backend that dies stays down in this version"
+    ),
+    Later(("backend.lazy", "backend.idle_s", "backend.pin")),
+    Later(("backend.max_in_flight", "backend.queue")),
+    Later(("backend.load_stall_s", "backend.load_limit_s", "backend.allow_cpu_fallback")),
+    Later(("backends",), instead="start one `1bit serve` per backend"),
+    Later(("warmup.budget_s", "warmup.idle", "warmup.idle_max_ms")),
+    Later(
+        ("warm_prompts.file", "warm_prompts.concurrency", "warm_prompts.save"),
+        {"--warm-prompts": 1, "--warm-prompts-concurrency": 1},
+    ),
+    Later(
+        ("laya.scorer", "laya.model", "laya.url", "laya.command", "laya.policy", "laya.deadline_s"),
+        {"--laya": 0, "--laya-model": 1, "--route-policy": 1},
+    ),
+    Later(("log.file",), instead="redirect stderr: `1bit serve ... 2>serve.log`"),
+    Later(flags={"--lean": 0}),
+    Later(flags={"--adaptive": 0, "--adaptive-at": 1}),
+    Later(flags={"--embed": 1}, instead="serve the model alone: 1bit serve -m M.gguf --embedding"),
+    Later(flags={"--rerank": 1}, instead="serve the model alone: 1bit serve -m M.gguf --reranking"),
+)
