@@ -21,8 +21,6 @@ __all__ = [
     "Split",
     "check_extra",
     "given",
-    "peek",
-    "refuse_later",
     "split",
     "variables_of",
 ]
@@ -133,29 +131,30 @@ class Split(msgspec.Struct, frozen=True):
     """A command line in three parts.
 
     Args:
-        own: Options of ours with their values, as click reads them.
+        own: Options of ours in order, each with its value (`None` where it takes none).
         child: Options of the child that stood before `--`.
         extra: All that stood after `--`.
     """
 
-    own: tuple[str, ...]
+    own: tuple[tuple[str, str | None], ...]
     child: tuple[str, ...]
     extra: tuple[str, ...]
 
 
-def split(words: Sequence[str], own: Mapping[str, int], child: Mapping[str, int]) -> Split:
+def split(words: Sequence[str], own: Mapping[str, int], child: Mapping[str, int] | None) -> Split:
     """Split a command line by whose options they are.
 
     Args:
         words: The command line after `1bit serve`.
-        own: Our options and how many values each takes.
-        child: The child's, as its `--help` lists them.
+        own: Our options and how many values each takes, 0 or 1.
+        child: The child's, as its `--help` lists them; `None` while it is not known which child
+            it is: what is not ours then goes to the child unchecked.
 
     Raises:
         UsageError: An option nobody knows, one that is refused, a value too few or too many, or a
             word that belongs to no option.
     """
-    ours: list[str] = []
+    ours: list[tuple[str, str | None]] = []
     theirs: list[str] = []
     position = 0
     while position < len(words):
@@ -166,42 +165,50 @@ def split(words: Sequence[str], own: Mapping[str, int], child: Mapping[str, int]
             check_extra(extra)
             return Split(tuple(ours), tuple(theirs), extra)
         name, equals, value = word.partition("=") if word.startswith("--") else (word, "", "")
-        count = _values_of(name, own, child)
+        if child is None and name not in own:
+            _refuse(name)
+            theirs.append(word)
+            continue
+        count = own[name] if name in own else _values_of(name, own, child or {})
         values = [value] if equals else list(words[position : position + count])
         if len(values) != count:
             raise UsageError(
-                f"{name} takes no value" if equals and not count else f"{name} needs a value",
+                f"{name} takes no value" if equals and not count else _too_few(name, count),
                 hint="see `1bit serve --help`" if name in own else "see `llama-server --help`",
             )
         position += 0 if equals else count
-        (ours if name in own else theirs).extend([name, *values])
+        if name in own:
+            ours.append((name, values[0] if values else None))
+        else:
+            theirs.extend([name, *values])
     return Split(tuple(ours), tuple(theirs), ())
 
 
+def _too_few(name: str, count: int) -> str:
+    return f"{name} needs a value" if count == 1 else f"{name} needs {count} values"
+
+
 def _values_of(name: str, own: Mapping[str, int], child: Mapping[str, int]) -> int:
-    if name in own:
-        return own[name]
     if not name.startswith("-") or name == "-":
         raise UsageError(
             f"{name!r} belongs to no option", hint="the model is named with -m, as for llama-server"
         )
-    refuse_later(name)
-    if name in _REFUSED:
-        raise UsageError(f"{name} cannot be used here", hint=_REFUSED[name])
+    _refuse(name)
     if name not in child:
-        known = tuple(own) + tuple(child)
         raise UsageError(
             f"there is no option {name}",
-            hint=nearest(name, known) or "arguments that only the backend knows go after `--`",
+            hint=nearest(name, tuple(own) + tuple(child))
+            or "arguments that only the backend knows go after `--`",
         )
     return child[name]
 
 
-def refuse_later(name: str) -> None:
-    """Raise where an option is described but not yet there."""
+def _refuse(name: str) -> None:
     for row in NOT_YET:
         if name in row.flags:
             raise UsageError(f"{name} is not yet supported", hint=row.instead)
+    if name in _REFUSED:
+        raise UsageError(f"{name} cannot be used here", hint=_REFUSED[name])
 
 
 def check_extra(words: Iterable[str]) -> None:
@@ -215,21 +222,6 @@ def check_extra(words: Iterable[str]) -> None:
         hint = _REFUSED_AFTER.get(name) or _REFUSED.get(name)
         if hint:
             raise UsageError(f"{name} cannot be given to the backend", hint=hint)
-
-
-def peek(words: Sequence[str], names: Iterable[str]) -> str | None:
-    """Return the last value that a command line gives one of these options, or `None`.
-
-    A quick look, before the child's options are known, for what decides which child it is.
-    """
-    found = None
-    for position, word in enumerate(words):
-        if word == "--":
-            break
-        name, equals, value = word.partition("=")
-        if name in names and (equals or position + 1 < len(words)):
-            found = value if equals else words[position + 1]
-    return found
 
 
 def given(words: Iterable[str], option: str) -> bool:

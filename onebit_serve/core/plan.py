@@ -170,7 +170,8 @@ def make(
         upstream_model={"llama-server": None, "zinc": "", "mlx": backend.model}[preset.kind],
         assemble=preset.kind == "llama-server" and presets.misses_departures(binary.version),
     )
-    return Plan(server=config.server, log=config.log, backends=(one,))
+    server = msgspec.structs.replace(config.server, host=config.server.host.strip("[]"))
+    return Plan(server=server, log=config.log, backends=(one,))
 
 
 def choose_device(backend: Backend, binary: BinaryFacts) -> Preset:
@@ -207,14 +208,12 @@ def choose_device(backend: Backend, binary: BinaryFacts) -> Preset:
     )
 
 
-def wants_libhsa(backend: Backend, binary: BinaryFacts, environment: Mapping[str, str]) -> bool:
-    """Say whether the HSA runtime has to be looked for.
-
-    Raises:
-        UsageError: As `choose_device`.
-    """
+def wants_libhsa(backend: Backend, environment: Mapping[str, str]) -> bool:
+    """Say whether the HSA runtime has to be looked for: HRX may run, and nobody named one."""
     told = backend.hrx_libhsa or environment.get(LIBHSA_VARIABLE) or LIBHSA_VARIABLE in backend.env
-    return not told and _uses_hrx(backend, choose_device(backend, binary))
+    return not told and (
+        backend.device.lower() in {"auto", "hrx", "hrx0"} or backend.prefill_device is not None
+    )
 
 
 def served_id(backend: Backend, kind: Kind = "llama-server") -> str:

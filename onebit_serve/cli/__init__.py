@@ -1,0 +1,103 @@
+"""The command `1bit`: picks the subcommand, turns errors into two lines and an exit code.
+
+Start-up is a feature: a subcommand's module is imported when it is asked for, and nothing here
+imports trio.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+import click
+
+from onebit_serve import __version__
+from onebit_serve.core.errors import OnebitError, UsageError
+
+__all__ = ["COMMANDS", "Group", "main", "one_bit"]
+
+# Name of the command, and where it is.
+COMMANDS: dict[str, str] = {
+    "serve": "onebit_serve.cli.serve:serve",
+    "check": "onebit_serve.cli.check:check",
+}
+
+# Described, not there: a row goes when its command comes.
+NOT_YET = ("bench-serve", "doctor", "gate", "logs", "route", "status", "top", "warm")
+
+_INTERRUPTED = 130
+
+
+class Group(click.Group):
+    """A group that imports a subcommand when it is asked for."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the names in the order of the help."""
+        del ctx
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import one subcommand."""
+        del ctx
+        if cmd_name not in COMMANDS:
+            return None
+        module, _, attribute = COMMANDS[cmd_name].partition(":")
+        command: click.Command = getattr(importlib.import_module(module), attribute)
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find the subcommand that the words name.
+
+        Raises:
+            UsageError: There is none of that name.
+        """
+        from onebit_serve.core.config import nearest
+
+        name = args[0]
+        if name in NOT_YET and name not in COMMANDS:
+            raise UsageError(f"1bit {name} is not yet there", hint="see `1bit --help`")
+        if name not in COMMANDS:
+            raise UsageError(
+                f"there is no command {name}",
+                hint=nearest(name, tuple(COMMANDS)) or "see `1bit --help`",
+            )
+        return super().resolve_command(ctx, args)
+
+
+@click.group(
+    cls=Group,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="`1bit COMMAND --help` explains a command.",
+)
+@click.version_option(__version__, "--version", prog_name="1bit", message="%(prog)s %(version)s")
+def one_bit() -> None:
+    """Serve local LLMs: ready only when the first request is as fast as the next."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run `1bit` and return its exit code.
+
+    Args:
+        arguments: The words after `1bit`; those of this process where `None`.
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        result = one_bit.main(args=words, prog_name="1bit", standalone_mode=False)
+    except OnebitError as error:
+        _say(error.message, error.hint)
+        return error.exit_code
+    except click.ClickException as error:
+        _say(error.format_message(), "see `1bit --help`")
+        return UsageError.exit_code
+    except click.Abort:
+        return _INTERRUPTED
+    return result if isinstance(result, int) else 0
+
+
+def _say(message: str, hint: str) -> None:
+    print(f"error: {message}", file=sys.stderr)
+    if hint:
+        print(f"hint: {hint}", file=sys.stderr)

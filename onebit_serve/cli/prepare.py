@@ -1,0 +1,157 @@
+"""From a command line to a plan: read the file, find the programs, look at the model, decide."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from onebit_serve.cli import flags
+from onebit_serve.core import config as settings
+from onebit_serve.core import plan, presets
+from onebit_serve.core.config import Backend, Config
+from onebit_serve.core.errors import ConfigError, UsageError
+from onebit_serve.core.facts import BinaryFacts, ModelFacts
+from onebit_serve.live import machine
+
+__all__ = ["Prepared", "prepare", "read_config"]
+
+
+class Prepared(msgspec.Struct, frozen=True):
+    """What was found and what was decided.
+
+    Args:
+        request: The command line.
+        config: All settings.
+        binary: The program.
+        model: The model, where it is a file.
+        plan: What will run.
+    """
+
+    request: flags.Request
+    config: Config
+    binary: BinaryFacts
+    model: ModelFacts | None
+    plan: plan.Plan
+
+
+def prepare(words: Sequence[str], environment: Mapping[str, str]) -> Prepared:
+    """Check a command line against files and programs, and plan its run.
+
+    Args:
+        words: What stood after `1bit serve`.
+        environment: The user's environment.
+
+    Raises:
+        UsageError: Anything that cannot work.
+    """
+    # Which options are the backend's depends on which backend it is, and that on our own options.
+    request = flags.read(words, None)
+    config = _settle(request, environment)
+    libhsa = _libhsa(config.backend, environment)
+    binary = _program(config.backend, request, environment, libhsa)
+    if request.unchecked:
+        request = flags.read(words, binary.options)
+        config = _settle(request, environment)
+    args = (*config.backend.args, *request.child)
+    config = msgspec.structs.replace(
+        config, backend=msgspec.structs.replace(config.backend, args=args)
+    )
+    backend = config.backend
+    is_file = _kind(backend) != "mlx"
+    model = machine.model_facts(backend.model, environment) if backend.model and is_file else None
+    if backend.mtp:
+        machine.model_facts(backend.mtp, environment)
+    decided = plan.make(
+        config,
+        binary=binary,
+        model=model,
+        environment=environment,
+        libhsa=libhsa,
+        embedded=request.embedded,
+    )
+    return Prepared(request=request, config=config, binary=binary, model=model, plan=decided)
+
+
+def read_config(path: str) -> Config:
+    """Read a configuration file.
+
+    Raises:
+        ConfigError: It cannot be read, is no UTF-8 text, or says something that cannot be used.
+    """
+    try:
+        text = Path(path).read_bytes().decode("utf-8-sig")
+    except FileNotFoundError:
+        raise ConfigError(
+            f"--config {path}: there is no such file", hint="configs/serve.toml is a sample"
+        ) from None
+    except IsADirectoryError:
+        raise ConfigError(
+            f"--config {path} is a directory", hint="name the file in it, for example serve.toml"
+        ) from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"--config {path} is not UTF-8 text (byte {error.start})", hint="save it as UTF-8"
+        ) from None
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(
+            f"--config {path} cannot be read: {reason}", hint="check its owner and mode"
+        ) from None
+    return settings.parse(text, path)
+
+
+def _settle(request: flags.Request, environment: Mapping[str, str]) -> Config:
+    config = read_config(request.config) if request.config is not None else Config()
+    config = settings.with_environment(config, environment)
+    if request.embedded:
+        program, model = machine.embedded()
+        backend = msgspec.structs.replace(
+            config.backend, llama_server=program, model=model, device="cpu"
+        )
+        config = msgspec.structs.replace(config, backend=backend)
+    return settings.with_flags(config, request.settings)
+
+
+def _kind(backend: Backend) -> plan.Kind:
+    preset = presets.PRESETS.get(backend.device.lower())
+    return preset.kind if preset else "llama-server"
+
+
+def _libhsa(backend: Backend, environment: Mapping[str, str]) -> str | None:
+    if backend.hrx_libhsa and not Path(backend.hrx_libhsa).is_file():
+        raise UsageError(
+            f"--hrx-libhsa {backend.hrx_libhsa}: there is no such file",
+            hint="name the libhsa-runtime64.so.1 itself",
+        )
+    return machine.find_libhsa() if plan.wants_libhsa(backend, environment) else None
+
+
+def _program(
+    backend: Backend, request: flags.Request, environment: Mapping[str, str], libhsa: str | None
+) -> BinaryFacts:
+    kind = _kind(backend)
+    if kind != "llama-server":
+        named = backend.zinc if kind == "zinc" else backend.mlx_server
+        return BinaryFacts(path=_other_program(kind, named, environment))
+    flag = request.settings.get("backend.llama_server", ("", None))[1]
+    if request.embedded and not flag:
+        flag = backend.llama_server
+    path = machine.find_llama_server(flag, backend.llama_server, environment)
+    # HRX lists its device only where it finds the HSA runtime.
+    hsa = backend.hrx_libhsa or libhsa
+    asked = {**environment, **({plan.LIBHSA_VARIABLE: hsa} if hsa else {}), **backend.env}
+    return machine.binary_facts(path, asked)
+
+
+def _other_program(kind: plan.Kind, named: str | None, environment: Mapping[str, str]) -> str:
+    import shutil  # slow to import, and only these programs need it
+
+    program = named or presets.PRESETS[kind].program
+    found = shutil.which(program, path=environment.get("PATH"))
+    if found is None:
+        flag = "--zinc" if kind == "zinc" else "--mlx-server"
+        where = f"{flag} {named}: no program there" if named else f"{program} is not on PATH"
+        raise UsageError(where, hint=f"name the program with {flag} PATH")
+    return str(Path(found).absolute())

@@ -1,0 +1,42 @@
+"""`1bit serve`: from spawn to warm and ready, then serve."""
+
+from __future__ import annotations
+
+import os
+
+from onebit_serve.cli.flags import ServeCommand
+from onebit_serve.cli.prepare import prepare
+
+__all__ = ["serve"]
+
+_HELP = """Start a model server, warm it up, say ready, serve it.
+
+It is started as llama-server is: the same names work for the same things, and llama-server's other
+options are passed on. /health says 200 once the model is loaded and warm, so that no client pays
+one-time costs.
+
+\b
+  1bit serve -m model.gguf
+  1bit serve -m model.gguf --device vulkan -c 16384 -p 8001
+  1bit serve --embedded
+"""
+
+
+def _serve(words: tuple[str, ...]) -> int:
+    prepared = prepare(words, os.environ)
+    if prepared.request.dry_run:
+        from onebit_serve.cli.show import describe_plan
+
+        print(describe_plan(prepared.plan, os.environ))
+        return 0
+    from onebit_serve.serve import bind, run
+
+    plan = prepared.plan
+    # Bound before anything is spawned: a taken port is said at once, not after a long load.
+    listener = bind(plan.server.host, plan.server.port)
+    return run(plan, listener)
+
+
+serve = ServeCommand(
+    "serve", callback=_serve, help=_HELP, short_help="Start a model server, warm it up, serve it."
+)
