@@ -8,7 +8,7 @@ manual of the keys. Reading the file is the caller's: this module takes text.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
@@ -257,11 +257,17 @@ _TABLES: dict[str, type[msgspec.Struct]] = {
 _T = TypeVar("_T", bound=msgspec.Struct)
 
 
-def nearest(word: str, known: Mapping[str, Any] | frozenset[str] | tuple[str, ...]) -> str:
-    """Return a hint that names the known word nearest to one that is not, or nothing."""
+def nearest(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
+    """Return a hint that names the known word nearest to one that is not, or nothing.
+
+    Args:
+        word: What was written.
+        known: What could have been meant.
+        cutoff: How alike the two must be, 0 to 1 (difflib's ratio).
+    """
     import difflib  # for errors only
 
-    found = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    found = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)
     return f"did you mean {found[0]}?" if found else ""
 
 
@@ -353,16 +359,12 @@ def _variables() -> dict[str, tuple[str, str]]:
 def _refuse_variable(name: str) -> None:
     # Backends have variables of their own: only what begins like a table of ours, or is a letter
     # or two from a known name, is a slip.
-    import difflib
-
-    known = [*_variables(), *OTHER_VARIABLES]
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.9)
-    ours = any(name.startswith(f"ONEBIT_{table}_".upper()) for table in _TABLES)
-    if near or ours:
+    known = (*_variables(), *OTHER_VARIABLES)
+    hint = nearest(name, known, cutoff=0.9)
+    if hint or any(name.startswith(f"ONEBIT_{table}_".upper()) for table in _TABLES):
         raise ConfigError(
             f"the variable {name} names no key of the configuration",
-            hint=(f"did you mean {near[0]}?" if near else nearest(name, tuple(known)))
-            or "unset it",
+            hint=hint or nearest(name, known) or "unset it",
         )
 
 

@@ -111,6 +111,8 @@ _REFUSED: dict[str, str] = {
     "-cl": _ENDS,
     "--cache-list": _ENDS,
     "--completion-bash": _ENDS,
+    "--usage": _ENDS,
+    "--version": _ENDS,
 }
 _REFUSED_AFTER: dict[str, str] = {
     "-m": _BEFORE,
@@ -122,8 +124,6 @@ _REFUSED_AFTER: dict[str, str] = {
     "--api-key-file": _KEY,
     "-h": _ENDS,
     "--help": _ENDS,
-    "--usage": _ENDS,
-    "--version": _ENDS,
 }
 
 
@@ -197,7 +197,9 @@ def _values_of(name: str, own: Mapping[str, int], child: Mapping[str, int]) -> i
     if name not in child:
         raise UsageError(
             f"there is no option {name}",
-            hint=nearest(name, tuple(own) + tuple(child))
+            hint=nearest(name, tuple(own), cutoff=0.8)
+            or nearest(name, tuple(child))
+            or nearest(name, tuple(own))
             or "arguments that only the backend knows go after `--`",
         )
     return child[name]
