@@ -1,0 +1,485 @@
+"""Which shapes to warm, in what order and by which requests: before ready, and while idle.
+
+Before ready the best set that fits a budget is chosen: the share of requests that will find every
+shape they need warm is made as large as possible. A prompt needs few shapes, nearly always a
+common one (the full micro-batch, the tail after a checkpoint) and one of its own. So all choices
+of common shapes are tried, and for each the rest is a knapsack, solved exactly on costs that are
+rounded up. More budget therefore never means less mass, and the plan keeps to its seconds as far
+as the costs are known.
+
+While idle the rest runs, short requests first, each so short that a client which comes in between
+waits no longer than `idle_max_s` for what cannot be cancelled.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import combinations
+from statistics import median
+
+import msgspec
+
+from onebit_serve.core.shapes import Demand, Shape, ShapeModel
+
+__all__ = [
+    "Costs",
+    "Ladder",
+    "Request",
+    "Warmed",
+    "calibrate",
+    "choose",
+    "climb",
+    "default_first_s",
+    "learn",
+    "warms",
+]
+
+UNIT_S = 0.0025
+"""Costs are rounded up to this much: 2 % of the cheapest program that HRX builds (130 ms)."""
+UNITS = 1200
+"""Budgets of more units (3 s) are solved in coarser ones, so that planning stays quick."""
+COMMON_SHAPES = 5
+PAIR = 2
+TINY = 1e-12
+DECODE_BASE_TOKENS = 8
+"""Tokens the shortest sequence of a burst generates: all have arrived before it ends."""
+DECODE_STAGGER_TOKENS = 2
+CHEAP_S = 0.010
+"""A first use that costs less than this beyond its warm time is not worth a request."""
+FIRST_S = {"hrx": 0.165}
+OTHER_FIRST_S = 0.5
+"""First-use costs before any was measured: HRX 130-200 ms on a 27B model. Elsewhere half a second
+is a start that the first request corrects (software Vulkan: 0.05-15 s a class)."""
+ENOUGH_MEASURED = 3
+LONG_TOKENS = 64
+"""Prompts from here on tell the time of a token, shorter ones that of a request."""
+LEARNING = 0.3
+
+
+class Costs(msgspec.Struct, frozen=True):
+    """What requests cost, measured where it was and predicted elsewhere.
+
+    Args:
+        request_s: Seconds of a request besides its tokens.
+        token_s: Seconds a prefilled token takes when warm.
+        step_s: Seconds a decode step takes when warm.
+        first_s: Seconds a first use costs beyond its warm time, where it was not measured.
+        measured: The same where it was measured.
+    """
+
+    request_s: float = 0.02
+    token_s: float = 0.001
+    step_s: float = 0.03
+    first_s: float = 0.5
+    measured: dict[Shape, float] = {}
+
+    def first(self, shape: Shape) -> float:
+        """Return the seconds that the first use of a shape costs beyond its warm time."""
+        return max(0.0, self.measured.get(shape, self.first_s))
+
+    def warm(self, request: Request) -> float:
+        """Return the seconds a request takes when all it uses is warm."""
+        return self.prefill(request) + (max(request.decode_tokens) - 1) * self.step_s
+
+    def prefill(self, request: Request) -> float:
+        """Return the warm seconds of the part that a server does not cancel: the prefill."""
+        return self.request_s + request.prompt_tokens * request.sequences * self.token_s
+
+
+class Request(msgspec.Struct, frozen=True):
+    """One synthetic request, or several sent at once and pinned to slots of their own.
+
+    Args:
+        prompt_tokens: Tokens of every prompt (`cache_prompt` false, ids without meaning).
+        decode_tokens: `n_predict` of each request; its length is how many are sent at once. The
+            first token comes out of the prefill, so 1 means no decode step.
+        shapes: What it warms.
+    """
+
+    prompt_tokens: int
+    decode_tokens: tuple[int, ...] = (1,)
+    shapes: frozenset[Shape] = frozenset()
+
+    @property
+    def sequences(self) -> int:
+        """Return how many requests are sent at once."""
+        return len(self.decode_tokens)
+
+
+class Warmed(msgspec.Struct, frozen=True):
+    """What one synthetic request showed.
+
+    Args:
+        request: What was sent.
+        first_s: Seconds it took.
+        again_s: Seconds the same took at once after it, where it was sent again.
+    """
+
+    request: Request
+    first_s: float
+    again_s: float | None = None
+
+
+class Ladder(msgspec.Struct, frozen=True):
+    """A plan.
+
+    Args:
+        before: What to send before ready, in this order.
+        idle: What to send while idle, in this order.
+        before_s: Predicted seconds of `before`.
+        mass: Share of prefills and decode steps (each adds up to 1) that pay nothing afterwards.
+        cheap: Shapes left out since their first use costs next to nothing.
+        too_long: Shapes left out of `idle` since even their warm time passes the limit.
+    """
+
+    before: tuple[Request, ...] = ()
+    idle: tuple[Request, ...] = ()
+    before_s: float = 0.0
+    mass: float = 0.0
+    cheap: tuple[Shape, ...] = ()
+    too_long: tuple[Shape, ...] = ()
+
+
+def default_first_s(device: str, *, cache_found: bool = False) -> float:
+    """Return what a first use is expected to cost on a device whose costs nobody measured.
+
+    Args:
+        device: The word of log lines, or a listed name.
+        cache_found: Whether a driver or runtime cache of an earlier run lies there. With it the
+            same first uses cost a tenth and less (software Vulkan: 71 s down to 0.6 s).
+    """
+    name = device.lower()
+    known = [cost for prefix, cost in FIRST_S.items() if name.startswith(prefix)]
+    cost = known[0] if known else OTHER_FIRST_S
+    return cost / 10 if cache_found else cost
+
+
+def warms(model: ShapeModel, prompt_tokens: int, decode_tokens: Sequence[int]) -> frozenset[Shape]:
+    """Return the shapes that a completed request, or burst of requests, has warmed."""
+    if len(decode_tokens) == 1:
+        stepped = model.decode(1) if decode_tokens[0] > 1 else frozenset()
+        return model.prefill(prompt_tokens) | stepped
+    # Prompts of one token each are micro-batches of one token per sequence, like decode steps; as
+    # the sequences end one after the other, every smaller number of them decodes together too.
+    return model.decode(len(decode_tokens))
+
+
+def _single(model: ShapeModel, shape: Shape) -> Request:
+    """Return the cheapest request that warms one shape."""
+    prompt, decode = 1, _staggered(shape.sequences)
+    if shape.sequences == 1:
+        prompt, decode = model.splitting.prompt_for(shape.tokens), (1,)
+    return Request(prompt, decode, warms(model, prompt, decode))
+
+
+def _staggered(sequences: int) -> tuple[int, ...]:
+    return tuple(DECODE_BASE_TOKENS + DECODE_STAGGER_TOKENS * i for i in range(sequences))
+
+
+def _cost(model: ShapeModel, costs: Costs, shape: Shape) -> float:
+    """Return the seconds that one more shape adds to a plan."""
+    warm = costs.warm(_single(model, shape))
+    if shape.sequences > PAIR:
+        # The burst that warms the smaller numbers only grows by one sequence.
+        fewer = Shape(tokens=shape.sequences - 1, sequences=shape.sequences - 1)
+        warm -= costs.warm(_single(model, fewer))
+    return costs.first(shape) + warm
+
+
+def climb(
+    model: ShapeModel,
+    wanted: Demand,
+    costs: Costs,
+    budget_s: float,
+    *,
+    done: Iterable[Shape] = (),
+    idle_max_s: float = 0.5,
+) -> Ladder:
+    """Plan the warm-up of one backend.
+
+    Args:
+        model: The backend.
+        wanted: How likely its shapes are.
+        costs: What is known of their costs.
+        budget_s: Seconds to spend before ready; 0 is none.
+        done: Shapes that are warm already (the first warm-up request's, say).
+        idle_max_s: Seconds of predicted warm time above which nothing is sent while idle; 0 is
+            no limit.
+    """
+    warm = frozenset(done)
+    left = [shape for shape in model.full_set() if shape not in warm and _fits(model, shape)]
+    cheap = tuple(shape for shape in left if costs.measured.get(shape, CHEAP_S) < CHEAP_S)
+    left = [shape for shape in left if shape not in cheap]
+    have = warm | frozenset(cheap)
+    price = {shape: _cost(model, costs, shape) for shape in left}
+    chosen = choose(wanted, price, budget_s, have=have)
+    before = _packed(model, _by_worth(wanted, price, chosen, have))
+    have |= chosen
+    rest = [shape for shape in left if shape not in chosen]
+    longest = idle_max_s or float("inf")
+    singles = {shape: _single(model, shape) for shape in rest}
+    too_long = tuple(shape for shape in rest if costs.prefill(singles[shape]) > longest)
+    ordered = _by_worth(wanted, price, [shape for shape in rest if shape not in too_long], have)
+    # Two bands: a client that comes meanwhile should meet a short one as often as possible.
+    ordered.sort(key=lambda shape: costs.prefill(singles[shape]) > longest / 4)
+    return Ladder(
+        before=before,
+        idle=tuple(singles[shape] for shape in ordered),
+        before_s=_total_s(costs, before, warm),
+        mass=wanted.mass(have),
+        cheap=cheap,
+        too_long=too_long,
+    )
+
+
+def _fits(model: ShapeModel, shape: Shape) -> bool:
+    room = model.context_tokens
+    return not room or model.splitting.prompt_for(shape.tokens) < room
+
+
+def _total_s(costs: Costs, requests: Iterable[Request], warm: frozenset[Shape]) -> float:
+    total_s = 0.0
+    for request in requests:
+        total_s += costs.warm(request) + sum(costs.first(new) for new in request.shapes - warm)
+        warm |= request.shapes
+    return total_s
+
+
+def _packed(model: ShapeModel, shapes: Sequence[Shape]) -> tuple[Request, ...]:
+    """Return the requests that warm `shapes` in about this order, several by one where possible.
+
+    A prompt of a full micro-batch and a rest warms both; one burst of the most sequences warms all
+    smaller numbers on its way down.
+    """
+    requests: list[Request] = []
+    done: set[Shape] = set()
+    most = max((shape.sequences for shape in shapes), default=1)
+    full = model.classes.representative(model.splitting.ubatch_tokens)
+    for shape in shapes:
+        if shape in done:
+            continue
+        if shape.sequences > 1:
+            request = _single(model, Shape(tokens=most, sequences=most))
+        elif shape.tokens == full == model.splitting.ubatch_tokens:
+            request = _with_a_rest(model, shape, [s for s in shapes if s not in done])
+        else:
+            request = _single(model, shape)
+        requests.append(request)
+        done |= request.shapes
+    return tuple(requests)
+
+
+def _with_a_rest(model: ShapeModel, full: Shape, shapes: Sequence[Shape]) -> Request:
+    """Return a request for the full micro-batch that warms another wanted size on its way."""
+    for rest in shapes:
+        if rest.sequences == 1 and rest != full:
+            prompt = model.splitting.ubatch_tokens + model.splitting.prompt_for(rest.tokens)
+            request = Request(prompt, (1,), warms(model, prompt, (1,)))
+            room = model.context_tokens
+            if {full, rest} <= request.shapes and (not room or prompt < room):
+                return request
+    return _single(model, full)
+
+
+def _by_worth(
+    wanted: Demand, price: Mapping[Shape, float], shapes: Iterable[Shape], have: frozenset[Shape]
+) -> list[Shape]:
+    """Order shapes by the mass they free per second, counting what was warmed before them."""
+    left = set(shapes)
+    rows = [(need - have, weight) for need, weight in wanted.rows if need - have]
+    ordered: list[Shape] = []
+    while left:
+        gains: dict[frozenset[Shape], float] = {}
+        for need, weight in rows:
+            if need <= left:
+                gains[need] = gains.get(need, 0.0) + weight
+        if not gains:
+            break
+        best = max(
+            gains, key=lambda need: (gains[need] / sum(price[s] for s in need), sorted(need))
+        )
+        ordered += sorted(best, key=lambda shape: (price[shape], shape))
+        left -= best
+        rows = [(need - best, weight) for need, weight in rows if need - best]
+    return ordered + sorted(left, key=lambda shape: (price[shape], shape))
+
+
+def choose(
+    wanted: Demand,
+    price: Mapping[Shape, float],
+    budget_s: float,
+    *,
+    have: frozenset[Shape] = frozenset(),
+) -> frozenset[Shape]:
+    """Return the set of shapes that frees the most mass for at most `budget_s`.
+
+    Args:
+        wanted: How likely shapes are.
+        price: Seconds for each shape that may be chosen.
+        budget_s: Seconds to spend.
+        have: Shapes that are warm already.
+    """
+    rows = [(need - have, weight) for need, weight in wanted.rows]
+    rows = [(need, weight) for need, weight in rows if need and all(s in price for s in need)]
+    if sum(price.values()) <= budget_s:
+        return frozenset(price)
+    best: tuple[float, frozenset[Shape]] = (0.0, frozenset())
+    # Coarser units for larger budgets; the best of the finer ones below stays a candidate, so that
+    # mass grows with the budget across the seams as well.
+    unit_s, top_s = UNIT_S, UNIT_S * UNITS
+    while True:
+        best = max(best, _solve(rows, price, min(budget_s, top_s), unit_s), key=lambda c: c[0])
+        if budget_s <= top_s:
+            return best[1]
+        unit_s, top_s = unit_s * 2, top_s * 2
+
+
+_Rows = Sequence[tuple[frozenset[Shape], float]]
+
+
+def _solve(
+    rows: _Rows, price: Mapping[Shape, float], budget_s: float, unit_s: float
+) -> tuple[float, frozenset[Shape]]:
+    room = int(budget_s / unit_s + 1e-9)
+    units = {shape: max(1, math.ceil(cost / unit_s)) for shape, cost in price.items()}
+    tries: list[tuple[float, float, frozenset[Shape], dict[Shape, float], int]] = []
+    for base in _bases(rows, price):
+        rest = room - sum(units[shape] for shape in base)
+        if rest < 0:
+            continue
+        mass, gains = 0.0, dict[Shape, float]()
+        for need, weight in rows:
+            lacking = need - base
+            if not lacking:
+                mass += weight
+            elif len(lacking) == 1:
+                (shape,) = lacking
+                gains[shape] = gains.get(shape, 0.0) + weight
+        tries.append((mass + _bound(gains, units, rest), mass, base, gains, rest))
+    best: tuple[float, frozenset[Shape]] = (0.0, frozenset())
+    for bound, mass, base, gains, rest in sorted(tries, key=lambda t: -t[0]):
+        if bound <= best[0] + TINY:
+            break
+        gained, taken = _knapsack(gains, units, rest)
+        if mass + gained > best[0] + TINY:
+            best = (mass + gained, base | taken)
+    return best
+
+
+def _bound(gains: Mapping[Shape, float], units: Mapping[Shape, int], room: int) -> float:
+    """Return what no choice can exceed: the best ones by the second, the last one cut to fit."""
+    total = 0.0
+    for shape in sorted(gains, key=lambda shape: -gains[shape] / units[shape]):
+        if units[shape] >= room:
+            return total + gains[shape] * room / units[shape]
+        total += gains[shape]
+        room -= units[shape]
+    return total
+
+
+def _bases(rows: _Rows, price: Mapping[Shape, float]) -> Iterator[frozenset[Shape]]:
+    """Yield the shapes that many rows need, in every combination that could be the best one.
+
+    Numbers of sequences are a chain: a burst of four warms three and two as well, and the step of
+    one. So only how far up to go is a choice.
+    """
+    chain = sorted(shape for shape in price if shape.sequences > 1)
+    start = frozenset({Shape(tokens=1)} & price.keys())
+    common = _common(rows)
+    for level in range(len(chain) + 1):
+        climbed = start.union(chain[:level]) if level else frozenset[Shape]()
+        free = [shape for shape in common if shape not in climbed]
+        for size in range(len(free) + 1):
+            for picked in combinations(free, size):
+                yield climbed.union(picked)
+
+
+def _common(rows: _Rows) -> tuple[Shape, ...]:
+    """Return shapes without which every prefill needs at most one more (as far as a few can)."""
+    rows = [row for row in rows if all(shape.sequences == 1 for shape in row[0])]
+    common: list[Shape] = []
+    while len(common) < COMMON_SHAPES:
+        counts: dict[Shape, int] = {}
+        for need, _ in rows:
+            lacking = need.difference(common)
+            if len(lacking) > 1:
+                for shape in lacking:
+                    counts[shape] = counts.get(shape, 0) + 1
+        if not counts:
+            break
+        common.append(max(counts, key=lambda shape: (counts[shape], shape)))
+    return tuple(common)
+
+
+def _knapsack(
+    gains: Mapping[Shape, float], units: Mapping[Shape, int], room: int
+) -> tuple[float, frozenset[Shape]]:
+    """Solve the 0/1 knapsack exactly; items that can never be part of an answer are dropped."""
+    items = sorted(gains, key=lambda shape: (-gains[shape], units[shape], shape))
+    items = [shape for shape in items if units[shape] <= room]
+    if not items:
+        return 0.0, frozenset()
+    fitting = room // min(units[shape] for shape in items)
+    kept: list[Shape] = []
+    for shape in items:
+        # With as many items before it that gain more and cost no more as fit at all, one of them
+        # could always take its place.
+        if sum(units[other] <= units[shape] for other in kept) < fitting:
+            kept.append(shape)
+    best = [0.0] * (room + 1)
+    taken: list[bytearray] = []
+    for shape in kept:
+        gain, cost = gains[shape], units[shape]
+        shifted = [0.0] * cost + [value + gain for value in best[: room + 1 - cost]]
+        taken.append(bytearray(new > old for new, old in zip(shifted, best, strict=True)))
+        best = [max(new, old) for new, old in zip(shifted, best, strict=True)]
+    at, chosen = room, set[Shape]()
+    for shape, took in zip(reversed(kept), reversed(taken), strict=True):
+        if took[at]:
+            chosen.add(shape)
+            at -= units[shape]
+    return best[room], frozenset(chosen)
+
+
+def learn(costs: Costs, warmed: Warmed, *, already: Iterable[Shape] = ()) -> Costs:
+    """Return the costs as one more synthetic request showed them.
+
+    A request that was sent twice tells what the first use cost beyond its warm time. Sent once,
+    its predicted warm time stands for the second. What several new shapes cost together is shared
+    among them, and the median of what was measured predicts the rest.
+
+    Args:
+        costs: What was known.
+        warmed: The request and its times.
+        already: Shapes that were warm before it.
+    """
+    new = warmed.request.shapes - frozenset(already)
+    if not new:
+        return costs
+    again_s = warmed.again_s if warmed.again_s is not None else costs.warm(warmed.request)
+    share = max(0.0, warmed.first_s - again_s) / len(new)
+    measured = {**costs.measured, **dict.fromkeys(new, share)}
+    first_s = median(measured.values()) if len(measured) >= ENOUGH_MEASURED else costs.first_s
+    return msgspec.structs.replace(costs, measured=measured, first_s=first_s)
+
+
+def calibrate(costs: Costs, prompt_tokens: int, prompt_s: float, step_s: float = 0.0) -> Costs:
+    """Return the costs as a reply whose shapes were all warm showed them.
+
+    Args:
+        costs: What was known.
+        prompt_tokens: `timings.prompt_n`.
+        prompt_s: `timings.prompt_ms` in seconds.
+        step_s: Seconds per decode step, `timings.predicted_per_token_ms` in seconds; 0 is unknown.
+    """
+    changed: dict[str, float] = {}
+    if prompt_tokens >= LONG_TOKENS:
+        seen = max(0.0, prompt_s - costs.request_s) / prompt_tokens
+        changed["token_s"] = costs.token_s + LEARNING * (seen - costs.token_s)
+    elif prompt_tokens > 0:
+        seen = max(0.0, prompt_s - costs.token_s * prompt_tokens)
+        changed["request_s"] = costs.request_s + LEARNING * (seen - costs.request_s)
+    if step_s > 0:
+        changed["step_s"] = costs.step_s + LEARNING * (step_s - costs.step_s)
+    return msgspec.structs.replace(costs, **changed)
