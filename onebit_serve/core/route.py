@@ -1,0 +1,103 @@
+"""Where a request goes: to an answer of ours, to a backend, or nowhere.
+
+The routes of llama-server are an allow list, so that no unknown route of a build is open by
+accident (`/cors-proxy` of some builds fetches any address for anybody who asks).
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+from onebit_serve.core.wire import Refusal
+
+__all__ = ["Page", "Relayed", "choose"]
+
+Page = Literal["health", "livez", "models", "status"]
+Relayed = Literal["relayed"]
+
+_PAGES: dict[str, Page] = {
+    "/health": "health",
+    "/v1/health": "health",
+    "/readyz": "health",
+    "/livez": "livez",
+    "/v1/models": "models",
+    "/models": "models",
+    "/v1/status": "status",
+}
+
+_RELAYED_POST = frozenset(
+    {
+        "/apply-template",
+        "/chat/completions",
+        "/completion",
+        "/completions",
+        "/detokenize",
+        "/embedding",
+        "/embeddings",
+        "/infill",
+        "/lora-adapters",
+        "/props",
+        "/rerank",
+        "/reranking",
+        "/tokenize",
+        "/v1/audio/transcriptions",
+        "/v1/chat/completions",
+        "/v1/chat/completions/input_tokens",
+        "/v1/completions",
+        "/v1/embeddings",
+        "/v1/messages",
+        "/v1/messages/count_tokens",
+        "/v1/rerank",
+        "/v1/reranking",
+        "/v1/responses",
+        "/v1/responses/input_tokens",
+    }
+)
+_RELAYED_GET = frozenset(
+    {
+        "/",
+        "/bundle.css",
+        "/bundle.js",
+        "/favicon.ico",
+        "/index.html",
+        "/loading.html",
+        "/lora-adapters",
+        "/props",
+        "/slots",
+        "/sw.js",
+    }
+)
+_SLOT = re.compile(r"/slots/\d{1,9}")
+_ASSET = re.compile(
+    r"/(?:_app|assets)/[\w\-./]+|/[\w\-.]+\.(?:png|svg|ico|webmanifest|json|js|css)"
+)
+
+
+def choose(method: str, path: str) -> Page | Relayed | Refusal:
+    """Say who answers a request.
+
+    Args:
+        method: The HTTP method.
+        path: The target without its query.
+
+    Returns:
+        The name of a page of ours, `relayed`, or the refusal to send.
+    """
+    page = _PAGES.get(path)
+    if page:
+        if method in ("GET", "HEAD", "OPTIONS"):
+            return page
+        return Refusal(405, f"{path} is read with GET", "method_not_allowed")
+    known_post = path in _RELAYED_POST or _SLOT.fullmatch(path)
+    known_get = path in _RELAYED_GET or (_ASSET.fullmatch(path) and ".." not in path)
+    if method == "POST" and known_post:
+        return "relayed"
+    if method in ("GET", "HEAD") and known_get:
+        return "relayed"
+    if method == "OPTIONS" and (known_post or known_get):
+        return "relayed"
+    if known_post or known_get:
+        wanted = "POST" if known_post else "GET"
+        return Refusal(405, f"{path} is asked with {wanted}", "method_not_allowed")
+    return Refusal(404, f"there is no route {path} here", "not_found")

@@ -1,0 +1,174 @@
+"""What can be seen of the backends, and the pages of ours that show it.
+
+A live backend offers a frozen `BackendView`; pages, log lines and tests are made of views alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from onebit_serve.core.life import State
+from onebit_serve.core.wire import Refusal
+
+__all__ = ["BackendView", "Page", "health", "livez", "models", "status", "unavailable"]
+
+_RETRY_LOADING_S = 2
+_RETRY_FAILED_S = 30
+_COMING = (State.LOADING, State.WARMING, State.BACKOFF)
+
+
+class BackendView(msgspec.Struct, frozen=True):
+    """One backend at one moment.
+
+    Args:
+        name: Its name.
+        served_id: The model id that clients see.
+        device: The device asked for.
+        role: What the model is for.
+        binary: The program, absolute.
+        state: Where it is in its life.
+        since_s: Seconds it has been there.
+        needed: Whether `/health` waits for it.
+        port: The child's port on loopback, while there is a child.
+        pid: The child's process id, while there is a child.
+        cause: Why it is where it is, where something went wrong.
+        degraded: Why its warm-up failed although it serves.
+        load_ms: From spawn to healthy, of the last start that got there.
+        warm_up_ms: The time its last warm-up took; `None` before it, or where it is skipped.
+        warm_up_skipped: Why there is no warm-up (`cpu`, `off`), or empty.
+        restarts: Starts after the first.
+        in_flight: Requests being answered for clients.
+        abandoned: Whether a client left and the backend has not said yet that it stopped working.
+        last_line: What the child printed last.
+    """
+
+    name: str
+    served_id: str
+    device: str
+    role: str
+    binary: str
+    state: State
+    since_s: float
+    needed: bool = True
+    port: int | None = None
+    pid: int | None = None
+    cause: str = ""
+    degraded: str = ""
+    load_ms: float | None = None
+    warm_up_ms: float | None = None
+    warm_up_skipped: str = ""
+    restarts: int = 0
+    in_flight: int = 0
+    abandoned: bool = False
+    last_line: str = ""
+
+
+class Page(msgspec.Struct, frozen=True):
+    """An answer of ours.
+
+    Args:
+        status: HTTP status.
+        body: What is encoded as JSON.
+        retry_after_s: Value of `Retry-After` in seconds, or `None`.
+    """
+
+    status: int
+    body: dict[str, Any]
+    retry_after_s: int | None = None
+
+
+def livez() -> Page:
+    """Say that the process answers."""
+    return Page(200, {"status": "ok"})
+
+
+def health(views: tuple[BackendView, ...]) -> Page:
+    """Say whether every needed backend is loaded and warm, and if not, why."""
+    missing = [v for v in views if v.needed and v.state is not State.READY]
+    if not missing:
+        degraded = [v.name for v in views if v.degraded]
+        return Page(200, {"status": "ok", **({"degraded": degraded} if degraded else {})})
+    worst = next((v for v in missing if v.state not in _COMING), missing[0])
+    details = [_phase(v) for v in missing]
+    body = {"status": _word(worst), "backends": details}
+    if worst.cause:
+        body["error"] = _envelope(worst)
+    return Page(503, body, _retry_s(worst))
+
+
+def _word(view: BackendView) -> str:
+    match view.state:
+        case State.LOADING | State.WARMING | State.FAILED | State.STOPPED | State.STOPPING:
+            return view.state.value
+        case _:
+            return "restarting"
+
+
+def _phase(view: BackendView) -> dict[str, Any]:
+    phase = {"name": view.name, "state": view.state.value, "since_s": round(view.since_s, 1)}
+    if view.cause:
+        phase["cause"] = view.cause
+    elif view.last_line:
+        phase["last_line"] = view.last_line
+    return phase
+
+
+def _retry_s(view: BackendView) -> int:
+    return _RETRY_LOADING_S if view.state in _COMING else _RETRY_FAILED_S
+
+
+def _envelope(view: BackendView) -> dict[str, str]:
+    refusal = unavailable(view)
+    return {"message": refusal.message, "type": refusal.type, "code": refusal.code}
+
+
+def unavailable(view: BackendView) -> Refusal:
+    """Say why a backend cannot take a request now."""
+    where = f"{view.name} ({view.served_id} on {view.device})"
+    match view.state:
+        case State.LOADING:
+            message = f"{where} is loading for {view.since_s:.1f} s"
+            code = "loading"
+        case State.WARMING:
+            message = f"{where} is warming up for {view.since_s:.1f} s"
+            code = "warming"
+        case State.BACKOFF:
+            message = f"{where} is being restarted"
+            code = "restarting"
+        case _:
+            message = f"{where} is {view.state.value}"
+            code = "backend_unavailable"
+    if view.cause:
+        message += f": {view.cause}"
+    return Refusal(503, message, code, _retry_s(view))
+
+
+def models(views: tuple[BackendView, ...]) -> Page:
+    """List the served ids, in every state."""
+    data = [
+        {
+            "id": view.served_id,
+            "object": "model",
+            "owned_by": "1bit-serve",
+            "device": view.device,
+            **({"role": view.role} if view.role != "chat" else {}),
+        }
+        for view in views
+    ]
+    return Page(200, {"object": "list", "data": data})
+
+
+def status(views: tuple[BackendView, ...], version: str) -> Page:
+    """Show every backend's state and figures."""
+    backends = []
+    for view in views:
+        fields = msgspec.to_builtins(view)
+        for key in ("since_s", "load_ms", "warm_up_ms"):
+            if fields[key] is not None:
+                fields[key] = round(fields[key], 1)
+        backends.append({k: v for k, v in fields.items() if v != ""})
+    return Page(
+        200, {"version": version, "status": health(views).body["status"], "backends": backends}
+    )

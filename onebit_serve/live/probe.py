@@ -1,0 +1,192 @@
+"""The supervisor's own requests to a child: is it healthy, what is it, make it warm."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+import trio
+
+from onebit_serve.core import warmup, wire
+from onebit_serve.core.plan import BackendPlan
+from onebit_serve.core.warmup import WarmUpResult
+from onebit_serve.live.upstream import GoneError, exchange, open_stream
+
+__all__ = ["busy_slots", "is_healthy", "owns_port", "warm_up"]
+
+_OK = 200
+_ANSWER_LIMIT_S = 30.0
+
+
+class _WarmUpFailedError(Exception):
+    """One try of the warm-up failed."""
+
+
+async def is_healthy(port: int) -> bool | None:
+    """Ask `/health` once.
+
+    Returns:
+        True for 200, False for another answer, `None` without one.
+    """
+    try:
+        reply = await exchange(port, "GET", "/health")
+    except GoneError:
+        return None
+    return reply.status == _OK
+
+
+def owns_port(pid: int, port: int) -> bool:
+    """Tell whether a process, or one it started, listens on a loopback port.
+
+    Where the system does not let us see, it is taken to: a wrong no would stop a good backend.
+    """
+    import psutil
+
+    try:
+        process = psutil.Process(pid)
+        for member in [process, *process.children(recursive=True)]:
+            for connection in member.net_connections(kind="tcp"):
+                if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port:
+                    return True
+    except psutil.NoSuchProcess:
+        return False
+    except (psutil.AccessDenied, OSError):
+        return True
+    return False
+
+
+async def busy_slots(port: int) -> int | None:
+    """Return how many slots the backend says are processing, or `None` where it does not say."""
+    try:
+        with trio.fail_after(_ANSWER_LIMIT_S):
+            reply = await exchange(port, "GET", "/slots")
+        if reply.status != _OK:
+            return None
+        slots = msgspec.json.decode(reply.body)
+        return sum(bool(slot["is_processing"]) for slot in slots)
+    except (GoneError, trio.TooSlowError, msgspec.DecodeError, KeyError, TypeError):
+        return None
+
+
+async def warm_up(plan: BackendPlan, port: int, on_progress: Callable[[], None]) -> WarmUpResult:
+    """Send a backend its warm-up, and once more if that fails.
+
+    Args:
+        plan: The backend.
+        port: Its port.
+        on_progress: Called whenever the backend shows that it works.
+
+    Returns:
+        What it came to; `failure` is set when both tries failed.
+    """
+    result = await _try(plan, port, on_progress)
+    if result.failure:
+        first = result.failure
+        result = await _try(plan, port, on_progress)
+        if result.failure and result.failure != first:
+            failure = f"{first}; then {result.failure}"
+            result = msgspec.structs.replace(result, failure=failure)
+    return result
+
+
+async def _try(plan: BackendPlan, port: int, on_progress: Callable[[], None]) -> WarmUpResult:
+    began_s = trio.current_time()
+    try:
+        target, request = await _request(plan, port)
+        began_s = trio.current_time()
+        last = await _send(port, target, request, on_progress)
+    except (GoneError, _WarmUpFailedError) as error:
+        return WarmUpResult((trio.current_time() - began_s) * 1000, str(error) or repr(error))
+    timings = last.get("timings") or {}
+    return WarmUpResult(
+        (trio.current_time() - began_s) * 1000,
+        prompt_tokens=timings.get("prompt_n"),
+        decode_tokens=timings.get("predicted_n"),
+    )
+
+
+async def _request(plan: BackendPlan, port: int) -> tuple[str, dict[str, Any]]:
+    """Return route and body of the warm-up for this kind of backend."""
+    wanted = plan.warm_up
+    if plan.kind != "llama-server":
+        return "/v1/chat/completions", warmup.chat_request(plan)
+    context = await _context_tokens(port)
+    decode = min(wanted.decode_tokens, max(1, (context or 1 << 30) // 4))
+    tokens = warmup.prompt_tokens_that_fit(wanted.prompt_tokens, decode, context)
+    if plan.role == "rerank":
+        return "/v1/rerank", warmup.rerank_request(max(1, tokens // 2))
+    seed = await _json(
+        port, "POST", "/tokenize", {"content": warmup.SEED_TEXT, "add_special": False}
+    )
+    try:
+        ids = warmup.prompt_ids(seed["tokens"], tokens)
+    except (KeyError, TypeError, ValueError) as error:
+        raise _WarmUpFailedError(f"/tokenize gave no token ids ({error})") from None
+    if plan.role == "embedding":
+        return "/v1/embeddings", warmup.embedding_request(ids)
+    return "/completion", warmup.completion_request(ids, decode)
+
+
+async def _context_tokens(port: int) -> int | None:
+    """Return the context of one slot in tokens, or `None` where `/props` does not say."""
+    with contextlib.suppress(_WarmUpFailedError, AttributeError, TypeError, ValueError):
+        props = await _json(port, "GET", "/props")
+        return int(props["default_generation_settings"]["n_ctx"])
+    return None
+
+
+async def _json(port: int, method: str, target: str, body: dict[str, Any] | None = None) -> Any:
+    data = msgspec.json.encode(body) if body is not None else b""
+    reply = await exchange(port, method, target, data)
+    if reply.status != _OK:
+        raise _WarmUpFailedError(_said(target, reply.status, reply.body))
+    try:
+        return msgspec.json.decode(reply.body)
+    except msgspec.DecodeError:
+        raise _WarmUpFailedError(f"{target} answered no JSON") from None
+
+
+async def _send(
+    port: int, target: str, request: dict[str, Any], on_progress: Callable[[], None]
+) -> dict[str, Any]:
+    """Send the warm-up and read its reply to the end; return its last JSON value."""
+    body = msgspec.json.encode(request)
+    last: dict[str, Any] = {}
+    async with open_stream(port, "POST", target, body) as stream:
+        on_progress()
+        if stream.status != _OK or not request.get("stream"):
+            whole = await stream.read()
+            if stream.status != _OK and not warmup.is_refused_output(whole):
+                raise _WarmUpFailedError(_said(target, stream.status, whole))
+            return last
+        events = wire.EventReader()
+        async with aclosing(stream.pieces()) as pieces:
+            async for piece in pieces:
+                on_progress()
+                for event in events.feed(piece):
+                    if warmup.is_refused_output(event):
+                        return last
+                    last = _event(target, event, last)
+    return last
+
+
+def _event(target: str, event: bytes, before: dict[str, Any]) -> dict[str, Any]:
+    if event == b"[DONE]":
+        return before
+    try:
+        value = msgspec.json.decode(event)
+    except msgspec.DecodeError:
+        raise _WarmUpFailedError(f"{target} sent an event that is no JSON") from None
+    if not isinstance(value, dict):
+        raise _WarmUpFailedError(f"{target} sent an event that is no object")
+    if "error" in value:
+        raise _WarmUpFailedError(_said(target, _OK, event))
+    return value
+
+
+def _said(target: str, status: int, body: bytes) -> str:
+    text = body[:300].decode(errors="replace").strip()
+    return f"HTTP {status} from {target}: {text}" if text else f"HTTP {status} from {target}"

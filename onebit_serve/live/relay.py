@@ -1,0 +1,347 @@
+"""One request to a backend and its reply back, byte for byte.
+
+The request is sent with a head of ours and one `Content-Length`. Of the reply only the head is
+rebuilt; each block of the body is shown to llhttp, which finds its end, and sent on as it came.
+
+What can go wrong, and what the client sees:
+
+    before the backend's head     nothing was sent: `GoneError`, and the caller answers 502
+    in an event stream            an error event where a chunk has just ended, then a cut connection
+    in any other body             a cut connection; the framing shows that the body is not whole
+    the client leaves             the caller cancels us, and the connection to the backend closes
+
+A kept connection that turns out to be closed is replaced by a fresh one, once, and only when not a
+byte came back and the same child still runs: a request that killed a child must not reach the next.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
+
+import httptools
+import msgspec
+import trio
+
+from onebit_serve.core import wire
+from onebit_serve.core.http import (
+    RequestHead,
+    ResponseFramer,
+    ResponseHead,
+    request_bytes,
+    response_head,
+)
+from onebit_serve.live.upstream import GoneError, Upstream, receive, send_all
+
+__all__ = ["ClientGoneError", "CutError", "Errand", "relay"]
+
+_BLOCK_BYTES = 65536
+_HEAD_LIMIT_BYTES = 65536
+_REPLY_LIMIT_BYTES = 64 << 20  # of replies that must be held whole to be put together
+_OF_THE_BODY = (b"transfer-encoding", b"content-length")
+
+
+class ClientGoneError(Exception):
+    """The client can no longer be written to."""
+
+
+class CutError(Exception):
+    """The backend ended in mid-reply; the client's connection must be cut.
+
+    Args:
+        reason: What happened, for a person.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+class Errand(msgspec.Struct, frozen=True):
+    """What is to be relayed.
+
+    Args:
+        head: The client's request head.
+        body: The body to send, which may differ from the client's where the contract says so.
+        stream: Whether a stream is asked for; llama-server closes after it without saying so.
+        assemble: The reply comes as a stream and must leave as one body.
+        model: The id to put into `model` of the reply, or empty to leave it alone.
+        headers: Header lines of ours for the reply, each with its CR LF.
+    """
+
+    head: RequestHead
+    body: bytes
+    stream: bool = False
+    assemble: bool = False
+    model: str = ""
+    headers: tuple[bytes, ...] = ()
+
+
+async def relay(
+    errand: Errand, client: socket.socket, upstream: Upstream, alive: Callable[[], bool]
+) -> bool:
+    """Carry one request to a backend and its reply back.
+
+    Args:
+        errand: What to carry.
+        client: The client's socket, non-blocking.
+        upstream: The backend's connections.
+        alive: Whether the child that `upstream` belongs to still runs.
+
+    Returns:
+        Whether the client's connection may carry another request.
+
+    Raises:
+        GoneError: The backend failed before it answered; nothing was sent to the client.
+        CutError: It failed after that; the client's connection must be closed now.
+        ClientGoneError: The client could not be written to.
+    """
+    opened = await _ask(errand, upstream, alive)
+    sock, framer, raw_head, _ = opened
+    finished = False
+    try:
+        head = response_head(raw_head)
+        if errand.assemble or errand.model:
+            go_on = await _translate(errand, client, opened, head)
+        else:
+            go_on = await _copy(errand, client, opened, head)
+        finished = framer.complete and framer.keep_alive and not errand.stream
+    finally:
+        if finished and not head.event_stream:
+            upstream.keep(sock)
+        else:
+            sock.close()
+    return go_on
+
+
+_Opened = tuple[socket.socket, ResponseFramer, bytes, bytes]
+
+
+async def _ask(errand: Errand, upstream: Upstream, alive: Callable[[], bool]) -> _Opened:
+    """Send the request and wait for the reply's head."""
+    head = errand.head
+    data = request_bytes(
+        head.method,
+        head.target,
+        head.headers,
+        errand.body,
+        host=upstream.host,
+        close=errand.stream or errand.assemble,
+    )
+    kept = upstream.reuse()
+    if kept is not None:
+        try:
+            return await _exchange_heads(errand, kept, data)
+        except GoneError as error:
+            if not isinstance(error, _SilentlyGoneError) or not alive():
+                raise
+    return await _exchange_heads(errand, await upstream.connect(), data)
+
+
+class _SilentlyGoneError(GoneError):
+    """The connection ended before a single byte of a reply."""
+
+
+async def _exchange_heads(errand: Errand, sock: socket.socket, data: bytes) -> _Opened:
+    keep_body = errand.assemble or bool(errand.model) or errand.head.http_1_0
+    framer = ResponseFramer(to_head=errand.head.method == "HEAD", keep_body=keep_body)
+    received = b""
+    try:
+        try:
+            await send_all(sock, data)
+        except OSError as error:
+            # it may have answered before it read all of the body, with a 413 for one
+            if not (received := _what_is_there(sock)):
+                raise _SilentlyGoneError(f"the backend closed the connection: {error}") from None
+        while True:
+            end = received.find(b"\r\n\r\n") + 4
+            if end >= 4:  # noqa: PLR2004 - that is, found
+                raw_head = received[:end]
+                if raw_head[9:10] != b"1":
+                    _feed(framer, received)
+                    return sock, framer, raw_head, received[end:]
+                received = received[end:]  # 100 and its like say nothing that a client waits for
+                continue
+            if len(received) > _HEAD_LIMIT_BYTES:
+                raise GoneError("the backend's reply has an endless head")
+            await trio.lowlevel.wait_readable(sock)
+            try:
+                block = sock.recv(_BLOCK_BYTES)
+            except BlockingIOError:
+                continue
+            except OSError:
+                block = b""
+            if not block:
+                reason = "the backend closed the connection without a reply"
+                raise GoneError(reason) if received else _SilentlyGoneError(reason)
+            received += block
+    except BaseException:
+        sock.close()
+        raise
+
+
+def _what_is_there(sock: socket.socket) -> bytes:
+    try:
+        return sock.recv(_BLOCK_BYTES)
+    except OSError:
+        return b""
+
+
+def _feed(framer: ResponseFramer, block: bytes) -> None:
+    try:
+        framer.feed(block)
+    except httptools.HttpParserError as error:
+        if not framer.complete:
+            raise GoneError(f"the backend's reply is no HTTP: {error}") from None
+
+
+async def _send(client: socket.socket, data: bytes) -> None:
+    try:
+        await send_all(client, data)
+    except OSError:
+        raise ClientGoneError from None
+
+
+def _closing(errand: Errand, head: ResponseHead, framer: ResponseFramer) -> bool:
+    """Tell whether the client's connection must close after this reply."""
+    framed = head.chunked or head.length is not None or framer.bodiless
+    return not errand.head.keep_alive or errand.head.http_1_0 or not framed
+
+
+async def _copy(errand: Errand, client: socket.socket, opened: _Opened, head: ResponseHead) -> bool:
+    """Pass the reply on as it is; for HTTP/1.0 clients without its chunks."""
+    sock, framer, _, rest = opened
+    closing = _closing(errand, head, framer)
+    unchunk = errand.head.http_1_0 and head.chunked
+    lines = [*head.lines, *errand.headers]
+    if unchunk:
+        lines.remove(b"Transfer-Encoding: chunked\r\n")
+        rest = framer.take_body()
+    lines.append(b"Connection: close\r\n\r\n" if closing else b"\r\n")
+    last = b"".join(lines) + rest
+    await _send(client, last)
+    if framer.bodiless:
+        return not closing
+    to_the_end = not head.chunked and head.length is None
+    wait_readable, feed, fd = trio.lowlevel.wait_readable, framer.feed, sock.fileno()
+    while not framer.complete:
+        await wait_readable(fd)
+        try:
+            block = sock.recv(_BLOCK_BYTES)
+        except BlockingIOError:
+            continue
+        except OSError:
+            block = b""
+        if not block:
+            if to_the_end:
+                break
+            await _cut(client, head, framer, last)
+        try:
+            feed(block)
+        except httptools.HttpParserError:
+            if not framer.complete:
+                await _cut(client, head, framer, last)
+        last = framer.take_body() if unchunk else block
+        try:
+            sent = client.send(last)
+        except BlockingIOError:
+            sent = 0
+        except OSError:
+            raise ClientGoneError from None
+        if sent != len(last):
+            await _send(client, last[sent:])
+    return not closing
+
+
+async def _cut(
+    client: socket.socket, head: ResponseHead, framer: ResponseFramer, last: bytes
+) -> None:
+    """Tell an event stream what happened where its framing allows it, and raise `CutError`."""
+    reason = "the backend ended in mid-reply"
+    if head.event_stream and head.chunked and framer.between_chunks and last.endswith(b"\r\n"):
+        event = wire.error_event(wire.Refusal(502, reason, "backend_gone"))
+        if not last.endswith(b"\n\n\r\n"):
+            event = b"\n\n" + event
+        await _send(client, b"%x\r\n%s\r\n" % (len(event), event))
+    raise CutError(reason)
+
+
+async def _translate(
+    errand: Errand, client: socket.socket, opened: _Opened, head: ResponseHead
+) -> bool:
+    """Pass on a reply whose body is not the backend's own: put together, or with another model."""
+    closing = not errand.head.keep_alive or errand.head.http_1_0
+    lines = [line for line in head.lines if _header(line) not in _OF_THE_BODY]
+    lines += errand.headers
+    ending = b"Connection: close\r\n\r\n" if closing else b"\r\n"
+    if head.event_stream and not errand.assemble and not errand.head.http_1_0:
+        await _send(client, b"".join([*lines, b"Transfer-Encoding: chunked\r\n", ending]))
+        await _rename_events(errand, client, opened, head)
+        return not closing
+    whole = await _whole_body(opened, head)
+    if errand.assemble and head.event_stream:
+        assembler = wire.Assembler()
+        assembler.feed(whole)
+        lines = [line for line in lines if _header(line) != b"content-type"]
+        lines.append(b"Content-Type: application/json; charset=utf-8\r\n")
+        if assembler.error is not None:
+            lines[0] = b"HTTP/1.1 500 Internal Server Error\r\n"
+        whole = assembler.body()
+    elif errand.model:
+        whole = wire.rename(whole, errand.model)
+    length = b"Content-Length: %d\r\n" % len(whole)
+    await _send(client, b"".join([*lines, length, ending, whole]))
+    return not closing
+
+
+def _header(line: bytes) -> bytes:
+    return line.partition(b":")[0].lower()
+
+
+async def _rename_events(
+    errand: Errand, client: socket.socket, opened: _Opened, head: ResponseHead
+) -> None:
+    events = wire.EventReader()
+    try:
+        async with aclosing(_pieces(opened, head)) as pieces:
+            async for piece in pieces:
+                out = b"".join(
+                    b"data: " + wire.rename(event, errand.model) + b"\n\n"
+                    for event in events.feed(piece)
+                )
+                if out:
+                    await _send(client, b"%x\r\n%s\r\n" % (len(out), out))
+    except GoneError:
+        opened[1].between_chunks = True  # of the chunks that we made
+        await _cut(client, head, opened[1], b"\n\n\r\n")
+    await _send(client, b"0\r\n\r\n")
+
+
+async def _whole_body(opened: _Opened, head: ResponseHead) -> bytes:
+    parts, size_bytes = [], 0
+    async with aclosing(_pieces(opened, head)) as pieces:
+        async for piece in pieces:
+            parts.append(piece)
+            size_bytes += len(piece)
+            if size_bytes > _REPLY_LIMIT_BYTES:
+                raise GoneError("the backend's reply is larger than can be held")
+    return b"".join(parts)
+
+
+async def _pieces(opened: _Opened, head: ResponseHead) -> AsyncIterator[bytes]:
+    """Yield the decoded body as it comes; `GoneError` where it ends too early."""
+    sock, framer, _, _ = opened
+    to_the_end = not head.chunked and head.length is None
+    while True:
+        piece = framer.take_body()
+        if piece:
+            yield piece
+        if framer.complete or framer.bodiless:
+            return
+        block = await receive(sock)
+        if not block:
+            if to_the_end:
+                return
+            raise GoneError("the backend ended in mid-reply")
+        _feed(framer, block)
