@@ -1,8 +1,8 @@
 """The arithmetic and the tables of the relay benchmark: values in, values out.
 
-A *point* is a scenario at a concurrency. In each round every target runs each point once, in random
-order, so what is compared within a round shared the machine's mood: added times and ratios are formed
-per round, and only then is the median over the rounds taken.
+A *point* is a scenario at a concurrency. In each round every target runs each point once, in
+random order, so what is compared within a round shared the machine's mood: added times and ratios
+are formed per round, and only then is the median over the rounds taken.
 """
 
 from __future__ import annotations
@@ -113,6 +113,16 @@ class Memory(msgspec.Struct, frozen=True):
     rss_kib: int
     pss_kib: int
 
+    @property
+    def rss_mb(self) -> float:
+        """RSS in MB of a million bytes."""
+        return self.rss_kib * 1024 / 1e6
+
+    @property
+    def pss_mb(self) -> float:
+        """PSS in MB of a million bytes."""
+        return self.pss_kib * 1024 / 1e6
+
 
 class Spread(msgspec.Struct, frozen=True):
     """A median and the extremes around it."""
@@ -148,7 +158,7 @@ Figure = Callable[[Run], float | None]
 
 def schedstat_ns(text: str) -> int:
     """Return the time on a CPU, in nanoseconds, that a /proc/PID/task/TID/schedstat tells."""
-    return int(text.split()[0])
+    return int(text.split(maxsplit=1)[0])
 
 
 def memory_kib(text: str, field: str) -> int:
@@ -259,9 +269,7 @@ def limits(runs: list[Run], memory: dict[str, Memory]) -> list[Limit]:
             ),
         ]
     mine = memory.get("1bit")
-    found.append(
-        Limit("resident memory after all runs, MB", 45.0, mine and mine.rss_kib * 1024 / 1e6)
-    )
+    found.append(Limit("resident memory after all runs, MB", 45.0, mine.rss_mb if mine else None))
     proxied = [r.load_share for r in runs if r.target != "direct"]
     found.append(Limit("load generator's share of its core", 0.5, max(proxied, default=None)))
     return found
@@ -345,10 +353,7 @@ def report(
         lines += ["", f"## {name}: {SCENARIOS[name].says}", ""]
         lines += scenario_table(runs, name, [t for t in targets if t not in missing])
     lines += ["", "## Memory after all runs", ""]
-    rows = [
-        [t, f"{m.rss_kib * 1024 / 1e6:.1f}", f"{m.pss_kib * 1024 / 1e6:.1f}"]
-        for t, m in memory.items()
-    ]
+    rows = [[t, f"{m.rss_mb:.1f}", f"{m.pss_mb:.1f}"] for t, m in memory.items()]
     lines += table(["target", "RSS MB", "PSS MB"], rows)
     lines += ["", "## Limits", ""]
     rows = [
@@ -362,6 +367,8 @@ def report(
     lines += ["", f"{bodies} answers checked byte by byte, {failed} wrong, {retried} asked twice."]
     if runs:
         busiest = max(r.feed_share for r in runs if r.target != "direct" or len(targets) == 1)
-        lines += [f"Load generator and fake upstream together: at most {busiest:.2f} of their core."]
+        lines += [
+            f"Load generator and fake upstream together: at most {busiest:.2f} of their core."
+        ]
     lines += [f"{target}: {NOT_MEASURED}: {why}" for target, why in missing.items()]
     return "\n".join(lines) + "\n"
