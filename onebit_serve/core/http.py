@@ -126,8 +126,8 @@ def parse_head(raw: bytes) -> RequestHead:
         pass  # the upgrade is not offered: the header is dropped and the request stays what it is
     except httptools.HttpParserError as error:
         raise BadRequestError(400, f"malformed request head: {error}") from None
-    if _BARE_LF.search(raw):
-        raise BadRequestError(400, "malformed request head: a line does not end with CR LF")
+    if _BARE_LF.search(raw) or raw.count(b" ", 0, raw.find(b"\r\n")) != 2:  # noqa: PLR2004
+        raise BadRequestError(400, "malformed request head: its lines are not formed as they must")
     method = parser.get_method().decode("latin-1")
     version = parser.get_http_version()
     if version not in ("1.0", "1.1"):
@@ -145,7 +145,7 @@ def parse_head(raw: bytes) -> RequestHead:
         target=reader.target,
         headers=tuple(reader.headers),
         content_length=_body_length(lengths, codings, http_1_0=http_1_0),
-        keep_alive=parser.should_keep_alive(),
+        keep_alive=_keeps_alive(reader.headers, http_1_0=http_1_0),
         http_1_0=http_1_0,
         expects_continue=_expects_continue(expectations, http_1_0=http_1_0),
     )
@@ -176,6 +176,12 @@ def _body_length(lengths: list[bytes], codings: list[bytes], *, http_1_0: bool) 
     return int(lengths[0])
 
 
+def _keeps_alive(headers: list[tuple[bytes, bytes]], *, http_1_0: bool) -> bool:
+    values = b",".join(value for name, value in headers if name == b"connection").lower()
+    tokens = {token.strip() for token in values.split(b",")}
+    return b"keep-alive" in tokens if http_1_0 else b"close" not in tokens
+
+
 def _expects_continue(expectations: list[bytes], *, http_1_0: bool) -> bool:
     if not expectations:
         return False
@@ -195,10 +201,10 @@ class ChunkedBody:
         self._limit_bytes = limit_bytes
         self._size_bytes = 0
         self._parts: list[bytes] = []
-        self._parser = httptools.HttpRequestParser(self)
-        self._parser.feed_data(b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n")
         self.complete = False
         self.followed = False
+        self._parser = httptools.HttpRequestParser(self)
+        self._parser.feed_data(b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n")
 
     def on_body(self, data: bytes) -> None:
         """Keep a piece of the body (called by llhttp)."""
@@ -277,6 +283,11 @@ class ResponseFramer:
     Args:
         to_head: Whether it answers a HEAD request, and so has no body.
         keep_body: Whether to keep the decoded body for `take_body`.
+
+    Attributes:
+        complete: The response is whole.
+        between_chunks: The last byte seen ended a chunk, or the head.
+        keep_alive: The backend lets the connection go on after this response.
     """
 
     def __init__(self, *, to_head: bool = False, keep_body: bool = False) -> None:
@@ -289,11 +300,13 @@ class ResponseFramer:
         self.head_complete = False
         self.complete = False
         self.between_chunks = False
+        self.keep_alive = False
 
     def on_headers_complete(self) -> None:
         """Note that the head is whole (called by llhttp)."""
         self.head_complete = True
         self.between_chunks = True
+        self.keep_alive = bool(self._parser.should_keep_alive())  # llhttp forgets it at the end
 
     def on_chunk_header(self) -> None:
         """Note that a chunk has begun (called by llhttp)."""
@@ -316,11 +329,6 @@ class ResponseFramer:
     def bodiless(self) -> bool:
         """Whether a response of this status, to this method, ends with its head."""
         return self._to_head or self.status in (_NO_CONTENT, _NOT_MODIFIED)
-
-    @property
-    def keep_alive(self) -> bool:
-        """Whether the backend lets the connection go on after this response."""
-        return bool(self._parser.should_keep_alive())
 
     def take_body(self) -> bytes:
         """Return what of the body was decoded since the last call."""
