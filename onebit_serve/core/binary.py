@@ -16,7 +16,7 @@ __all__ = ["parse_devices", "parse_options", "parse_version"]
 _DEVICES_TITLE: Final = "Available devices:"
 # `  Vulkan0: AMD Radeon 8060S (RADV GFX1151) (65536 MiB, 64000 MiB free)`
 _DEVICE: Final = re.compile(
-    r"^\s+(?P<name>[^\s:]+):\s+(?P<description>.*?)"
+    r"^\s+(?P<name>\S+?):\s+(?P<description>.*?)"
     r"(?:\s+\((?P<total>\d+) MiB, (?P<free>\d+) MiB free\))?\s*$"
 )
 _VERSION: Final = re.compile(r"^version:\s*\S.*$", re.MULTILINE)

@@ -251,10 +251,13 @@ class _Reader:
             if count * 8 > self.size_bytes:
                 raise InvalidGgufError(f"{key!r} claims {count} strings, more than would fit")
             # The one hot loop: a vocabulary and its merges. A length that leads past the end makes
-            # the next read fail, and a 64-bit length cannot lead backwards.
+            # the next read fail, and none leads backwards, since they have no sign.
             at, data, length_at = self.at, self.data, _U64
-            for _ in range(count):
-                at += 8 + length_at(data, at)[0]
+            try:
+                for _ in range(count):
+                    at += 8 + length_at(data, at)[0]
+            except OverflowError:
+                raise InvalidGgufError(f"{key!r} has a string longer than any file") from None
             self.skip(at - self.at)
         else:
             raise InvalidGgufError(f"{key!r} is an array of type {kind}, which llama.cpp refuses")

@@ -424,8 +424,8 @@ def _read_header(model: Path, size_bytes: int) -> gguf.Header:
                     take_bytes *= 4
     except gguf.InvalidGgufError as error:
         raise UsageError(
-            f"the model {model} is not a GGUF file that llama.cpp reads: {error}",
-            hint="name a .gguf file; one for another program must be converted first",
+            f"the model {model} is damaged or not GGUF: {error}",
+            hint="fetch it again; a model for another program must be converted first",
         ) from None
     except OSError as error:
         raise UsageError(
@@ -479,10 +479,11 @@ def _similar(model: Path) -> str:
     if not model.parent.is_dir():
         return f"the folder {model.parent} does not exist either"
     names = _models_in(model.parent)
-    near = difflib.get_close_matches(model.name, names, n=3, cutoff=0.5) or names[:3]
-    if not near:
+    if not names:
         return f"there is no .gguf file in {model.parent}"
-    return f"in that folder: {', '.join(near)}"
+    stems = [name.removesuffix(".gguf") for name in names]
+    near = difflib.get_close_matches(model.stem, stems, n=3)
+    return f"in that folder: {', '.join(f'{stem}.gguf' for stem in near or stems[:3])}"
 
 
 def _folders(folder: str) -> list[str]:
