@@ -71,6 +71,8 @@ def ask(target: Target, point: tuple[str, int], seconds: float, core: int) -> di
 
 def measure(target: Target, point: tuple[str, int], number: int, seconds: float, core: int) -> Run:
     """Measure a target once at a point."""
+    if not target.upstream.is_running():  # a new one would run beside the proxy, on its core
+        raise NotMeasuredError("its backend is gone")
     proxy, upstream = target.processes(), [target.upstream]
     before, fed_before = cpu_ns(proxy), cpu_ns(upstream)
     load = ask(target, point, seconds, core)
