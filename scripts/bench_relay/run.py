@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime as dt
+import fcntl
 import os
 import platform
 import random
@@ -234,16 +235,28 @@ def write(out: Path, text: str, result: dict[str, Any]) -> None:
     (out / "result.json").write_bytes(msgspec.json.format(msgspec.json.encode(result)))
 
 
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Keep a second benchmark out: two at once would measure each other and share their files."""
+    BUILD.mkdir(parents=True, exist_ok=True)
+    with (BUILD / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            sys.exit(f"bench-relay: another run is under way in {BUILD}\nhint: wait until it ends")
+        yield
+
+
 def main() -> int:
     """Measure and report; return the exit code."""
     options = read_options()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is stopped
-    build()
     lines = about(options)
     runs_in_all = len(options.targets) * len(options.points)
     guess_s = runs_in_all * (options.rounds * (options.seconds + WARM_S + 0.4) + 0.6)
     print(f"bench-relay: about {guess_s / 60:.1f} minutes", file=sys.stderr)
-    with contextlib.ExitStack() as stack:
+    with alone(), contextlib.ExitStack() as stack:
+        build()
         targets, missing = start_all(options, stack)
         runs = measure_all(targets, missing, options)
         sizes = {t.name: memory(t.processes()) for t in targets.values() if t.process}

@@ -138,6 +138,15 @@ def test_direct_is_always_a_target():
     assert bench.read_targets("1bit") == ["direct", "1bit"]
 
 
+def test_two_benchmarks_do_not_run_at_once(monkeypatch, tmp_path):
+    monkeypatch.setattr(bench, "BUILD", tmp_path)
+    second = bench.alone()
+    with bench.alone(), pytest.raises(SystemExit, match="another run is under way"):
+        second.__enter__()
+    with bench.alone():
+        pass
+
+
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory):
     compiler = shutil.which("cc")
