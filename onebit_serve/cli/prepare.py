@@ -18,6 +18,13 @@ from onebit_serve.live import machine
 __all__ = ["Prepared", "prepare", "read_config"]
 
 
+# What decides which backend it is, and so which options are known.
+_DECIDES = frozenset(
+    f"backend.{key}"
+    for key in ("device", "hrx_libhsa", "llama_server", "mlx_server", "prefill_device", "zinc")
+)
+
+
 class Prepared(msgspec.Struct, frozen=True):
     """What was found and what was decided.
 
@@ -111,7 +118,10 @@ def _settle(request: flags.Request, environment: Mapping[str, str]) -> Config:
             config.backend, llama_server=program, model=model, device="cpu"
         )
         config = msgspec.structs.replace(config, backend=backend)
-    return settings.with_flags(config, request.settings)
+    said = request.settings
+    if request.unchecked:  # the value of an option that is not known yet may look like a flag
+        said = {key: value for key, value in said.items() if key in _DECIDES}
+    return settings.with_flags(config, said)
 
 
 def _kind(backend: Backend) -> plan.Kind:

@@ -29,12 +29,15 @@ def _serve(words: tuple[str, ...]) -> int:
 
         print(describe_plan(prepared.plan, os.environ))
         return 0
-    from onebit_serve.serve import bind, run
+    try:
+        from onebit_serve.serve import bind, run
 
-    plan = prepared.plan
-    # Bound before anything is spawned: a taken port is said at once, not after a long load.
-    listener = bind(plan.server.host, plan.server.port)
-    return run(plan, listener)
+        plan = prepared.plan
+        # Bound before anything is spawned: a taken port is said at once, not after a long load.
+        listener = bind(plan.server.host, plan.server.port)
+        return run(plan, listener)
+    except KeyboardInterrupt:  # before the first child there is nothing to stop
+        return 0
 
 
 serve = ServeCommand(

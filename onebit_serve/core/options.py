@@ -171,6 +171,9 @@ def split(words: Sequence[str], own: Mapping[str, int], child: Mapping[str, int]
             continue
         count = own[name] if name in own else _values_of(name, own, child or {})
         values = [value] if equals else list(words[position : position + count])
+        if len(values) != count and child is None:
+            theirs.append(word)  # it may be the value of an option that is not known yet
+            continue
         if len(values) != count:
             raise UsageError(
                 f"{name} takes no value" if equals and not count else _too_few(name, count),

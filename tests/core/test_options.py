@@ -128,8 +128,9 @@ def test_what_only_we_may_set_is_refused_after_the_two_dashes(word):
 
 
 def test_before_the_backend_is_known_everything_else_is_kept_unchecked():
-    parts = options.split("-fa on -p 1 --tpyo x".split(), OWN, None)
+    parts = options.split(["-fa", "on", "-p", "1", "--tpyo", "x"], OWN, None)
     assert parts == options.Split((("-p", "1"),), ("-fa", "on", "--tpyo", "x"), ())
+    assert options.split(["--reverse-prompt", "-p"], OWN, None).child == ("--reverse-prompt", "-p")
 
 
 def test_an_option_counts_as_given_in_any_of_its_spellings():

@@ -250,7 +250,7 @@ def test_settings_that_contradict_each_other_are_refused(settings, says):
 
 def test_zinc_has_a_command_line_of_its_own():
     made = one(device="zinc", facts=BinaryFacts("/opt/zinc"), ctx_size=512, args=("-x",))
-    assert made.command(9) == ["/opt/zinc", *"-m m.gguf -p 9 -c 512 -x".split()]
+    assert made.command(9) == ["/opt/zinc", *["-m", "m.gguf", "-p", "9", "-c", "512", "-x"]]
     assert (made.kind, made.device, made.served_id) == ("zinc", "zinc", "m")
     assert made.set_env == {"RADV_PERFTEST": "coop_matrix"}
     assert made.upstream_model == ""
