@@ -114,7 +114,12 @@ def _on(node: Node, device: str) -> bool:
 
 
 def judge(
-    graphs: list[Graph], device: str, allowed: tuple[Allowed, ...], *, min_graphs: int = 2
+    graphs: list[Graph],
+    device: str,
+    allowed: tuple[Allowed, ...],
+    *,
+    served: int,
+    min_served: int = 2,
 ) -> Finding:
     """Hold every node against the device that was asked for.
 
@@ -122,7 +127,9 @@ def judge(
         graphs: What `parse` returned.
         device: The device as the scheduler names it (`HRX0`, `Vulkan0`, `CPU`).
         allowed: What may run on the CPU.
-        min_graphs: How many graphs there must be at least: a prefill and a decode.
+        served: How many of the graphs came after the model was loaded. Those before are only
+            reserved, not computed.
+        min_served: How many of these there must be at least: a prefill and a decode.
 
     Returns:
         FAIL with the strays, NOT RUN where the log holds no or too few graphs.
@@ -157,12 +164,13 @@ def judge(
     splits = max(graph.splits for graph in graphs)
     data: dict[str, object] = {
         "graphs": len(graphs),
+        "served_graphs": served,
         "nodes": total,
         "most_splits": splits,
         "allowed_on_cpu": excused,
     }
-    if len(graphs) < min_graphs or not total:
-        return not_run(f"only {len(graphs)} graphs with {total} nodes were printed", data=data)
+    if served < min_served or not total:
+        return not_run(f"only {served} graphs of requests were printed, {total} nodes", data=data)
     if strays:
         shown = [
             f"{node.operation} {node.name} on {node.split or node.backend} in {times} graphs"

@@ -1,0 +1,405 @@
+"""Read `hw-gate.toml`: which models, on which device, with which checks and limits.
+
+A table of a check (`[kat]`, `[kld]`, ...) holds for every model; `[models.kat]` under a model
+overrides single keys of it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import tomli
+
+from onebit_serve.core.errors import ConfigError, UsageError
+from onebit_serve.core.gate import kld, needle, placement, verdict, warm
+
+__all__ = [
+    "Gate",
+    "Kat",
+    "Kld",
+    "Limits",
+    "Model",
+    "Needle",
+    "Ops",
+    "Placement",
+    "Profile",
+    "Question",
+    "Reuse",
+    "Ring",
+    "Text",
+    "Warm",
+    "parse",
+    "select",
+]
+
+_VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
+_TABLES = ("kat", "kld", "placement", "needle", "ops", "ring", "warm", "reuse", "limits")
+
+
+class _Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    pass
+
+
+class Question(_Table, frozen=True):
+    """A question with a known answer.
+
+    Args:
+        name: Its name in reports and references.
+        user: The user message; it goes through the model's own template.
+    """
+
+    name: str
+    user: str
+
+
+class Kat(_Table, frozen=True):
+    """Known answers at temperature 0.
+
+    Args:
+        questions: What is asked.
+        tokens: How many tokens are generated for each.
+        min_lead: Lead of the best token in nat under which a reference stops. Other kernels of
+            the same build moved log probabilities by about 0.1 (llama-server b10068, measured).
+        min_tokens: Fewest decided tokens that make an answer worth keeping.
+        grammar: GBNF that replies keep to, for models that say nothing sensible.
+    """
+
+    questions: tuple[Question, ...] = ()
+    tokens: int = 48
+    min_lead: float = 0.5
+    min_tokens: int = 8
+    grammar: str = ""
+
+
+class Text(_Table, frozen=True):
+    """A stored text.
+
+    Args:
+        name: Its name in reports and references.
+        text: The text.
+    """
+
+    name: str
+    text: str
+
+
+class Kld(_Table, frozen=True):
+    """Next-token distributions over stored texts.
+
+    Args:
+        texts: What is read.
+        context_tokens: Tokens before the first position.
+        positions: Positions a text, each one token after the last.
+        prefill_positions: Positions a text that are computed anew from the start as well, so that
+            the prefill of whole batches is looked at and not only single steps.
+        top_k: Tokens stored of each distribution; the others are one bucket.
+        ask: Tokens asked for in a run, more than are stored, so that few fall into the bucket.
+        min_lead: Lead in nat from which the best token counts as decided.
+        limits: What is accepted.
+    """
+
+    texts: tuple[Text, ...] = ()
+    context_tokens: int = 8
+    positions: int = 40
+    prefill_positions: int = 2
+    top_k: int = 64
+    ask: int = 128
+    min_lead: float = 0.5
+    limits: kld.Limits = kld.Limits()
+
+
+class Placement(_Table, frozen=True):
+    """Which device every node is on.
+
+    Args:
+        device: The name the scheduler uses; empty takes the one that belongs to the model's device.
+        allowed: What may run on the CPU.
+        min_graphs: Fewest graphs that show anything: a prefill and a decode.
+    """
+
+    device: str = ""
+    allowed: tuple[placement.Allowed, ...] = ()
+    min_graphs: int = 2
+
+
+class Needle(_Table, frozen=True):
+    """A fact in a long prompt.
+
+    Args:
+        tokens: Length of the prompt in tokens.
+        depths: Where the fact stands, 0 to 1.
+        facts: What is hidden; each is asked for at each depth.
+        reply_tokens: Longest reply in tokens.
+        max_missed: Replies that may miss the fact.
+        template: `chat_template_kwargs` of the requests (`enable_thinking = false`, say).
+    """
+
+    tokens: int = 7000
+    depths: tuple[float, ...] = (0.1, 0.5, 0.9)
+    facts: tuple[needle.Fact, ...] = ()
+    reply_tokens: int = 64
+    max_missed: int = 0
+    template: dict[str, Any] = {}
+
+
+class Ops(_Table, frozen=True):
+    """The build's own operator tests.
+
+    Args:
+        program: `test-backend-ops`; empty takes the one beside the llama-server.
+        device: Its name of the device; empty takes the one of `placement`.
+        max_failed: Cases that may fail.
+        deadline_s: Seconds until it is stopped, which is a failure.
+    """
+
+    program: str = ""
+    device: str = ""
+    max_failed: int = 0
+    deadline_s: float = 3600.0
+
+
+class Ring(_Table, frozen=True):
+    """The kernel log.
+
+    Args:
+        log: A file to read instead of the kernel's own log.
+    """
+
+    log: str = ""
+
+
+class Warm(_Table, frozen=True):
+    """Request 1 against the next ones.
+
+    Args:
+        prompt_tokens: Length of each prompt in tokens; each is another text of the same length.
+        decode_tokens: Tokens generated by each.
+        requests: Requests a load, the first included.
+        loads: Fresh starts; as many more when the first ones are over the limit.
+        grammar: GBNF that replies keep to, for models that say nothing sensible.
+        limits: What is accepted.
+    """
+
+    prompt_tokens: int = 465
+    decode_tokens: int = 16
+    requests: int = 3
+    loads: int = 3
+    grammar: str = ""
+    limits: warm.Limits = warm.Limits()
+
+
+class Reuse(_Table, frozen=True):
+    """A warmed prefix.
+
+    Args:
+        prefix_tokens: About how long the shared system prompt is, in tokens.
+        reply_tokens: Tokens generated.
+        slack_tokens: Tokens of the prefix that may be evaluated again: sliding-window and
+            recurrent models go back to a checkpoint four to eight tokens before the end
+            (llama-server b10068, measured).
+        limits: Of the distributions of the reused prompt against the same prompt evaluated anew.
+    """
+
+    prefix_tokens: int = 400
+    reply_tokens: int = 8
+    slack_tokens: int = 16
+    limits: kld.Limits = kld.Limits(mean=0.02, p99=0.2, largest=0.5, top1=0.0)
+
+
+class Limits(_Table, frozen=True):
+    """How long things may take.
+
+    Args:
+        ready_s: Seconds from start to the ready line.
+        request_s: Seconds until a single request counts as hung.
+        stop_s: Seconds until a server that was told to stop is killed.
+    """
+
+    ready_s: float = 900.0
+    request_s: float = 600.0
+    stop_s: float = 45.0
+
+
+class Model(_Table, frozen=True):
+    """A model as it is served and checked.
+
+    Args:
+        name: Its name in reports; also its reference's file name.
+        profile: The profile it belongs to.
+        model: The GGUF file; `${NAME}` is a variable of the environment; `embedded` is the model
+            of the installed package.
+        device: What `1bit serve --device` gets.
+        ctx_size: Context in tokens.
+        args: Further arguments of the llama-server. They belong to the reference.
+        env: Further variables of its environment.
+        omit: Checks that this model leaves out, by name.
+    """
+
+    name: str
+    profile: str
+    model: str
+    device: str
+    ctx_size: int = 8192
+    args: tuple[str, ...] = ()
+    env: dict[str, str] = {}
+    omit: tuple[str, ...] = ()
+    kat: Kat = Kat()
+    kld: Kld = Kld()
+    placement: Placement = Placement()
+    needle: Needle = Needle()
+    ops: Ops = Ops()
+    ring: Ring = Ring()
+    warm: Warm = Warm()
+    reuse: Reuse = Reuse()
+    limits: Limits = Limits()
+
+
+class Profile(_Table, frozen=True):
+    """What the levels ask for.
+
+    Args:
+        quick: Checks of `quick`, by name.
+        full: Checks of `full`.
+    """
+
+    quick: tuple[str, ...]
+    full: tuple[str, ...]
+
+
+class Gate(msgspec.Struct, frozen=True):
+    """The whole file.
+
+    Args:
+        profiles: By name.
+        models: In the order in which they run.
+        references: Folder of the references, relative to the file.
+    """
+
+    profiles: dict[str, Profile]
+    models: tuple[Model, ...]
+    references: str = "references"
+
+
+def _merged(base: Any, over: Any) -> Any:
+    if isinstance(base, dict) and isinstance(over, dict):
+        return {**base, **{key: _merged(base.get(key), value) for key, value in over.items()}}
+    return over
+
+
+def _filled(value: Any, env: Mapping[str, str], missing: set[str]) -> Any:
+    if isinstance(value, str):
+
+        def one(match: re.Match[str]) -> str:
+            if match[1] not in env:
+                missing.add(match[1])
+            return env.get(match[1], match[0])
+
+        return _VARIABLE.sub(one, value)
+    if isinstance(value, dict):
+        return {key: _filled(each, env, missing) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_filled(each, env, missing) for each in value]
+    return value
+
+
+def _check_names(names: tuple[str, ...], where: str) -> None:
+    for name in names:
+        if name not in verdict.CHECKS or name == "load":
+            known = ", ".join(check for check in verdict.CHECKS if check != "load")
+            raise ConfigError(f"{where}: there is no check {name!r}", hint=f"known are {known}")
+
+
+def parse(text: str, where: str, env: Mapping[str, str]) -> Gate:
+    """Read the file.
+
+    Args:
+        text: TOML.
+        where: The file's name, for messages.
+        env: The environment, for `${NAME}`. A variable that is not set stays as it is: the model
+            is then missing, which is told when and where it matters.
+
+    Raises:
+        ConfigError: It is no TOML, has an unknown key or a value of a wrong kind.
+    """
+    try:
+        raw = tomli.loads(text)
+    except tomli.TOMLDecodeError as error:
+        raise ConfigError(f"{where}: {error}", hint="correct the file") from None
+    defaults = {table: raw.pop(table, {}) for table in _TABLES}
+    models = raw.pop("models", [])
+    if not isinstance(models, list) or not all(isinstance(each, dict) for each in models):
+        raise ConfigError(f"{where}: models must be tables, [[models]]", hint="see docs/gate.md")
+    unknown = sorted(set(raw) - {"profiles", "references"})
+    if unknown:
+        raise ConfigError(f"{where}: unknown table or key {unknown[0]!r}", hint="see docs/gate.md")
+    whole = _filled({**raw, "models": [_merged(defaults, each) for each in models]}, env, set())
+    try:
+        gate = msgspec.convert(whole, Gate)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{where}: {error}", hint="docs/gate.md lists the keys") from None
+    names = [model.name for model in gate.models]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"{where}: two models are named {name!r}", hint="rename one")
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
+            raise ConfigError(
+                f"{where}: the model name {name!r} is no file name",
+                hint="use letters, digits, dots and dashes",
+            )
+    for model in gate.models:
+        _check_names(model.omit, f"{where}: models.{model.name}.omit")
+        if model.profile not in gate.profiles:
+            raise ConfigError(
+                f"{where}: {model.name} names the profile {model.profile!r}, which is not there",
+                hint=f"there are {', '.join(gate.profiles) or 'none'}",
+            )
+    for name, profile in gate.profiles.items():
+        _check_names(profile.quick, f"{where}: profiles.{name}.quick")
+        _check_names(profile.full, f"{where}: profiles.{name}.full")
+    return gate
+
+
+def select(
+    gate: Gate, level: str, profile: str, models: tuple[str, ...], checks: tuple[str, ...]
+) -> list[tuple[Model, tuple[str, ...]]]:
+    """Return what is to be run: models in the file's order, each with its checks in their order.
+
+    Args:
+        gate: The file.
+        level: `quick` or `full`.
+        profile: Of which models; a model that is asked for by name needs not be in it.
+        models: Names; empty takes all of the profile.
+        checks: Names; empty takes what the level asks for.
+
+    Raises:
+        UsageError: Something that is named is not there, or nothing is left to run.
+    """
+    known = {model.name: model for model in gate.models}
+    for name in models:
+        if name not in known:
+            raise UsageError(
+                f"no model {name!r} in the gate's configuration",
+                hint=f"there are {', '.join(known)}",
+            )
+    if not models and profile not in gate.profiles:
+        raise UsageError(
+            f"no profile {profile!r} in the gate's configuration",
+            hint=f"there are {', '.join(gate.profiles)}",
+        )
+    _check_names(checks, "--check")
+    chosen: list[tuple[Model, tuple[str, ...]]] = []
+    for model in gate.models:
+        if model.name not in models if models else model.profile != profile:
+            continue
+        asked = checks or getattr(gate.profiles[model.profile], level)
+        run = tuple(
+            c for c in verdict.CHECKS if c in asked and (c in checks or c not in model.omit)
+        )
+        if run:
+            chosen.append((model, run))
+    if not chosen:
+        raise UsageError("nothing to run", hint="the profile has no models, or they omit it all")
+    return chosen
