@@ -14,7 +14,8 @@ from onebit_serve import __version__
 from onebit_serve.cli import COMMANDS, NOT_YET, main
 from onebit_serve.cli.flags import FLAGS
 from onebit_serve.core.config import Config
-from onebit_serve.core.errors import BackendError, PortTakenError
+from onebit_serve.core.errors import BackendError, PortTakenError, UsageError
+from onebit_serve.core.presets import PRESETS
 
 LLAMA_SERVER = """#!/bin/sh
 case "$1" in
@@ -365,3 +366,10 @@ def test_nothing_slow_is_imported_before_the_run():
 def test_the_module_runs_as_the_script_does():
     line = [sys.executable, "-m", "onebit_serve.cli", "--version"]
     assert subprocess.check_output(line, text=True) == f"1bit {__version__}\n"
+
+
+def test_the_page_about_the_command_line_gives_every_device_and_exit_code():
+    page = (Path(__file__).parents[1] / "docs" / "cli.md").read_text()
+    assert all(f"`{word}`" in page for word in (*PRESETS, "auto"))
+    codes = {error.exit_code for error in (UsageError, PortTakenError, BackendError)}
+    assert all(f"| {code} |" in page for code in codes | {0, 130})

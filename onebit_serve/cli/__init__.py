@@ -23,7 +23,7 @@ COMMANDS: dict[str, str] = {
     "check": "onebit_serve.cli.check:check",
 }
 
-# Described, not there: a row goes when its command comes.
+# Planned, not there: a name goes when its command comes.
 NOT_YET = ("bench-serve", "doctor", "gate", "logs", "route", "status", "top", "warm")
 
 _INTERRUPTED = 130

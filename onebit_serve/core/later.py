@@ -1,4 +1,4 @@
-"""What the contract describes and this version refuses, in one table of flags and keys."""
+"""What is planned and refused by this version: one table of flags and keys."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["NOT_YET", "Later"]
 
 
 class Later(msgspec.Struct, frozen=True):
-    """Something that the contract describes and this version refuses.
+    """Something that is planned; this version refuses it with exit code 2.
 
     Args:
         keys: `table.key` each; refused where the value is not the default.

@@ -67,7 +67,7 @@ class BackendPlan(msgspec.Struct, frozen=True):
         arguments: Its command line without the program; `{port}` stands for the port.
         set_env: Variables added to the user's environment.
         unset_env: Variables of the user's environment that the child must not see.
-        warm_up: The warm-up of spec section 5, step 1.
+        warm_up: The synthetic request between load and ready.
         upstream_model: For zinc and mlx only: the id to put into `model` on the way in ("" removes
             the key); `None` leaves bodies unchanged.
         assemble: Replies that don't stream are asked for as streams and put together here, since
