@@ -7,6 +7,7 @@ What was measured is in the `Recorder` at any moment, whatever ends the measurin
 
 from __future__ import annotations
 
+import itertools
 import secrets
 from collections.abc import Callable, Iterator
 from datetime import datetime, timezone
@@ -140,10 +141,11 @@ async def measure(
     numbers = _numbers()
     used: list[Usage] = []
     began_s = trio.current_time()
+    failure: OnebitError | None = None
     async with trio.open_nursery() as nursery:
         nursery.start_soon(watch.run)
-        for model in models:
-            for concurrency in settings.concurrency:
+        try:
+            for model, concurrency in itertools.product(models, settings.concurrency):
                 cell = _Cell(
                     settings,
                     recorder,
@@ -158,7 +160,11 @@ async def measure(
                 finally:
                     used += watch.finish(cell_name(model, settings.prompts, concurrency))
                     recorder.note(usage=tuple(used))
+        except OnebitError as error:
+            failure = error  # raised below, where no nursery wraps it in a group
         nursery.cancel_scope.cancel()
+    if failure is not None:
+        raise failure
     recorder.note(complete=True, note="")
     if hash_files:
         path = facts.get("props", {}).get("model_path")

@@ -25,11 +25,14 @@ __all__ = [
     "Table",
     "against_itself",
     "bench_tables",
+    "differences",
     "facts_lines",
     "first_table",
     "gain_table",
     "markdown",
     "noise_lines",
+    "number",
+    "plain",
     "relay_table",
 ]
 
@@ -211,6 +214,43 @@ def markdown(tables: Iterable[Table], *, lines: Iterable[str] = ()) -> str:
         parts += [""] if table.notes else []
     facts = [f"- {_escaped(line)}" for line in lines]
     return "\n".join([*parts, *facts]).rstrip("\n") + "\n"
+
+
+def plain(tables: Iterable[Table], lines: Iterable[str] = ()) -> str:
+    """Return tables as text in columns, for a pipe or a log."""
+    parts = []
+    for table in tables:
+        every = [table.columns, *table.rows]
+        widths = [max(len(row[n]) for row in every) for n in range(len(table.columns))]
+        parts.append(f"{table.title}:")
+        for row in every:
+            padded = (text.ljust(width) for text, width in zip(row, widths, strict=True))
+            parts.append("  " + "  ".join(padded).rstrip())
+        parts += [*(f"  ({note})" for note in table.notes), ""]
+    return "\n".join([*parts, *lines]).rstrip("\n") + "\n"
+
+
+def differences(runs: Sequence[Run]) -> tuple[str, ...]:
+    """Return what else differs between arms and so may explain a gain: settings, machine, server.
+
+    Flags and variables are what an arm is, so they are not named.
+    """
+    seen: dict[str, dict[str, list[str]]] = {}
+    for run in runs:
+        facts = {f"setting {key}": value for key, value in run.settings.items()}
+        facts |= {f"machine {key}": run.machine.get(key) for key in ("processor", "threads")}
+        facts["server build"] = run.server.get("props", {}).get("build_info")
+        facts["interrupted"] = "no" if run.complete else "yes"
+        for key, value in facts.items():
+            if value is not None:
+                tags = seen.setdefault(key, {}).setdefault(_plain(value), [])
+                tags += [] if run.tag in tags else [run.tag]
+    return tuple(
+        f"the arms differ in {key}: "
+        + "; ".join(f"{value or 'none'} ({', '.join(tags)})" for value, tags in values.items())
+        for key, values in seen.items()
+        if len(values) > 1 and key not in ("setting concurrency", "setting prompt_tokens")
+    )
 
 
 def number(value: float | None) -> str:

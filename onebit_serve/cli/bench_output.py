@@ -1,0 +1,205 @@
+"""How the benchmark's commands run to an end, write what there is, and draw it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from pathlib import Path
+
+import click
+
+from onebit_serve.core import report, results
+from onebit_serve.core.errors import OnebitError, UsageError
+
+__all__ = ["Progress", "comparison_tables", "draw", "measured", "progress"]
+
+_KILLED = 130
+
+
+def measured(
+    work: Callable[[], Awaitable[None]],
+    so_far: Callable[[], results.Results],
+    output: Path | None,
+    form: str,
+    kill: Callable[[], None] = lambda: None,
+) -> int:
+    """Run, and write what there is however it ends.
+
+    Args:
+        work: What measures.
+        so_far: Gives what there is.
+        output: The file to write; `None` prints.
+        form: `table`, `csv`, `json` or `md`.
+        kill: Ends what `work` started, on a second Ctrl-C.
+
+    Raises:
+        OnebitError: As `work` does, after writing.
+    """
+    import trio
+
+    failure: OnebitError | None = None
+    interrupted = False
+    try:
+        interrupted = trio.run(_interruptible, work, kill)
+    except OnebitError as error:
+        failure = error
+    found = so_far()
+    if found.requests:
+        _deliver(found, output, form)
+    if interrupted:
+        where = f"; they are in {output}" if output and found.requests else ""
+        click.echo(f"stopped: {len(found.requests)} requests were measured{where}", err=True)
+    if failure is not None:
+        raise failure
+    return 0
+
+
+async def _interruptible(work: Callable[[], Awaitable[None]], kill: Callable[[], None]) -> bool:
+    """Run until done or the first Ctrl-C; the second one kills at once."""
+    import trio
+
+    failure: OnebitError | None = None
+    with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+        async with trio.open_nursery() as nursery:
+            scope = trio.CancelScope()
+
+            async def listen() -> None:
+                async for _ in signals:
+                    if scope.cancel_called:
+                        kill()
+                        os._exit(_KILLED)
+                    click.echo("stopping; once more kills at once", err=True)
+                    scope.cancel()
+
+            nursery.start_soon(listen)
+            with scope:
+                try:
+                    await work()
+                except OnebitError as error:
+                    failure = error  # raised below, where no nursery wraps it in a group
+            nursery.cancel_scope.cancel()
+    if failure is not None:
+        raise failure
+    return scope.cancelled_caught
+
+
+def _deliver(found: results.Results, output: Path | None, form: str) -> None:
+    tables = [*report.bench_tables(found), *comparison_tables(found, "ttft")]
+    notes = (*report.facts_lines(found.runs), *report.noise_lines(found))
+    writers: dict[str, Callable[[], str]] = {
+        "csv": lambda: results.write_csv(found),
+        "json": lambda: results.write_json(found),
+        "md": lambda: report.markdown(tables, lines=notes),
+        "table": lambda: report.plain(tables, notes),
+    }
+    text = writers[form]
+    if output is not None:
+        _write(output, text())
+        draw(tables, notes)
+        click.echo(f"written to {output}", err=True)
+    elif form == "table":
+        draw(tables, notes)
+    else:
+        click.echo(text(), nl=False)
+
+
+def comparison_tables(found: results.Results, metric: str) -> list[report.Table]:
+    """Return what compares arms, as far as there is more than one."""
+    several = len({request.tag for request in found.requests}) > 1
+    every = [
+        *([report.gain_table(found, metric)] if several else []),
+        *([report.first_table(found)] if several else []),
+        report.relay_table(found),
+    ]
+    return [table for table in every if table.rows]
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a whole file or none: what was there stays until the new one is complete."""
+    try:
+        with tempfile.NamedTemporaryFile(
+            "w", dir=path.parent, prefix=path.name, delete=False, encoding="utf-8", newline=""
+        ) as file:
+            file.write(text)
+        Path(file.name).chmod(0o644)
+        Path(file.name).replace(path)
+    except OSError as error:
+        click.echo(text, nl=False)  # hours of measuring are not lost to a full disk
+        raise UsageError(
+            f"--output {path}: {error.strerror}", hint="it is on the standard output instead"
+        ) from error
+
+
+def draw(tables: Sequence[report.Table], notes: Sequence[str]) -> None:
+    """Print tables, with rich on a terminal."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    if not sys.stdout.isatty():
+        click.echo(report.plain(tables, notes), nl=False)
+        return
+    console = Console()
+    for table in tables:
+        drawn = Table(title=table.title, box=box.SIMPLE_HEAD, title_justify="left")
+        for column in table.columns:
+            drawn.add_column(column, overflow="fold")
+        for row in table.rows:
+            drawn.add_row(*row)
+        console.print(drawn, markup=False)
+        for note in table.notes:
+            console.print(f"  {note}.", style="dim", markup=False, highlight=False)
+    for line in notes:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+class Progress:
+    """A bar on a terminal, nothing elsewhere.
+
+    Args:
+        total: Requests in all.
+    """
+
+    def __init__(self, total: int) -> None:
+        from rich import progress as rich
+        from rich.console import Console
+
+        console = Console(stderr=True)
+        self.bar = rich.Progress(
+            rich.TextColumn("{task.description}", markup=False),
+            rich.BarColumn(),
+            rich.MofNCompleteColumn(),
+            rich.TimeRemainingColumn(),
+            console=console,
+            disable=not console.is_terminal,
+            transient=True,
+            refresh_per_second=4,  # drawing must not take time from the measuring
+        )
+        self._task = self.bar.add_task("starting", total=total)
+        self._errors = 0
+
+    def began(self, tag: str, load: int) -> None:
+        """Show which server is being started."""
+        self.bar.update(self._task, description=f"{tag}, load {load}: starting")
+
+    def told(self, request: results.Request) -> None:
+        """Show one more request."""
+        self._errors += bool(request.error)
+        said = f"{request.tag} {request.cell}".strip()
+        if request.error:
+            said += f", {self._errors} failed: {request.error}"
+        elif request.ttft_ms is not None:
+            said += f", TTFT {report.number(request.ttft_ms)} ms"
+        self.bar.update(self._task, advance=1, description=said)
+
+
+@contextlib.contextmanager
+def progress(total: int) -> Iterator[Progress]:
+    """Show a bar while the body runs."""
+    shown = Progress(total)
+    with shown.bar:
+        yield shown
