@@ -14,6 +14,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import textwrap
 import urllib.request
 from types import FrameType
 
@@ -74,8 +75,9 @@ def main(command: list[str]) -> int:
         ready = READY.search(line)
         if ready:
             url = ready[1]
-            print(f"\n  {QUESTION}\n  -> {ask(url, QUESTION)}\n")
-            print(f"Ask the next question:\n\n  {curl(url, NEXT_QUESTION)}\n", flush=True)
+            answer = textwrap.indent(ask(url, QUESTION), "    ")
+            print(f"\n  {QUESTION}\n\n{answer}\n\nAsk the next question:\n")
+            print(f"  {curl(url, NEXT_QUESTION)}\n", flush=True)
     code = child.wait()
     return 128 - code if code < 0 else code
 
