@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import re
+import subprocess
+
 import pytest
 
 from onebit_serve.core import options
@@ -149,3 +152,14 @@ def test_the_variables_of_what_we_set_are_known():
         "LLAMA_ARG_JINJA",
         "LLAMA_ARG_NO_JINJA",
     )
+
+
+def test_the_variables_of_what_we_share_are_those_of_a_real_build(real_llama_server):
+    asked = [real_llama_server, "--help"]
+    text = subprocess.run(asked, capture_output=True, text=True, check=True).stdout
+    # An entry runs from its names in the first column to the next one.
+    entries = [(set(re.split(r"[ ,]+", e.split("\n")[0])), e) for e in re.split(r"\n(?=-)", text)]
+    for row in options.SHARED:
+        entry = next(e for names, e in entries if not names.isdisjoint(row.spellings))
+        read_by_it = set(re.findall(r"\(env: (\w+)\)", entry))
+        assert read_by_it <= set(row.variables)
