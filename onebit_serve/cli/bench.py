@@ -318,7 +318,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 def _text(path: Path, option: str) -> str:
     try:
-        return path.read_text(encoding="utf-8-sig")
+        return path.read_bytes().decode("utf-8-sig")  # line ends as they are
     except OSError as error:
         hint = f"sets of our own are {', '.join(texts.SETS)}" if option == "--prompts" else ""
         raise UsageError(f"{option} {path}: {error.strerror}", hint=hint) from error

@@ -200,7 +200,7 @@ def write_json(results: Results) -> str:
 def write_csv(results: Results) -> str:
     """Return results as CSV text; see the top of this module for its form."""
     out = io.StringIO()
-    table = csv.writer(out, lineterminator="\n")
+    table = csv.writer(out)  # ends lines as RFC 4180 does
     table.writerow(_COLUMNS)
     for run in results.runs:
         row = dict.fromkeys(_COLUMNS, "")
@@ -291,7 +291,7 @@ def _read_csv(text: str, name: str) -> Results:
     # A spreadsheet that saves the file may use ";" and quotes of its own; the header tells.
     head = text.partition("\n")[0]
     delimiter = ";" if head.count(";") > head.count(",") else ","
-    table = csv.DictReader(io.StringIO(text), delimiter=delimiter, strict=True)
+    table = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
     runs, requests = [], []
     try:
         if "schema" not in (table.fieldnames or ()):
