@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import os
 import signal
 import socket
+from collections.abc import AsyncIterator
 
 import trio
 
@@ -29,6 +31,7 @@ from onebit_serve.live.supervise import Backend
 __all__ = ["bind", "run"]
 
 _BACKLOG = 512
+_GC_THRESHOLD = 20_000  # a relay makes little that refers to itself; the default is 700
 _EXIT_FAILED = 1
 _EXIT_KILLED = 130
 
@@ -60,7 +63,7 @@ def bind(host: str, port: int) -> socket.socket:
         if error.errno == errno.EADDRINUSE:
             raise PortTakenError(
                 f"port {port} on {host} is taken{_holder(port)}",
-                hint="stop it, or choose another with -p PORT ([server] port); -p 0 takes a free one",
+                hint="stop it, or choose another with -p ([server] port); -p 0 takes a free one",
             ) from None
         if error.errno == errno.EACCES:
             raise PortTakenError(
@@ -76,7 +79,7 @@ def _holder(port: int) -> str:
     with contextlib.suppress(psutil.Error, OSError):
         for connection in psutil.net_connections("tcp"):
             listens = connection.status == psutil.CONN_LISTEN and connection.pid
-            if listens and connection.laddr.port == port:
+            if listens and connection.laddr and connection.laddr.port == port:
                 name = psutil.Process(connection.pid).name()
                 return f" by pid {connection.pid} ({name})"
     return ""
@@ -111,6 +114,7 @@ class _Serve:
 
     async def run(self) -> int:
         """Run until stopped; return the exit code."""
+        gc.set_threshold(_GC_THRESHOLD)
         self._backends = tuple(
             Backend(
                 backend,
@@ -152,9 +156,7 @@ class _Serve:
         host, port, *_ = self._listener.getsockname()
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
-    async def _until_signalled(
-        self, signals: trio.abc.AsyncIterator[int], front: trio.CancelScope
-    ) -> None:
+    async def _until_signalled(self, signals: AsyncIterator[int], front: trio.CancelScope) -> None:
         async for _ in signals:
             self._log.say("stopping")
             front.cancel()
@@ -165,7 +167,7 @@ class _Serve:
             backend.halt()
             await backend.wait_for(lambda v: v.state in (State.STOPPED, State.FAILED))
 
-    async def _kill_when_signalled_again(self, signals: trio.abc.AsyncIterator[int]) -> None:
+    async def _kill_when_signalled_again(self, signals: AsyncIterator[int]) -> None:
         async for number in signals:
             if number == signal.SIGINT:
                 for backend in self._backends:

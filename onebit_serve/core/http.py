@@ -11,7 +11,6 @@ are taken out (RFC 9110, section 7.6.1).
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 
 import httptools
@@ -44,7 +43,10 @@ _HOP_BY_HOP = frozenset(
     }
 )
 _OURS_UPSTREAM = _HOP_BY_HOP | {b"host", b"content-length", b"expect"}
-_BARE_LF = re.compile(rb"(?<!\r)\n")
+_OF_THE_FRAMING = frozenset(
+    {b"connection", b"content-length", b"expect", b"host", b"transfer-encoding"}
+)
+_SPACES = 2  # of a request line
 _NO_CONTENT, _NOT_MODIFIED = 204, 304
 
 Headers = tuple[tuple[bytes, bytes], ...]
@@ -126,7 +128,7 @@ def parse_head(raw: bytes) -> RequestHead:
         pass  # the upgrade is not offered: the header is dropped and the request stays what it is
     except httptools.HttpParserError as error:
         raise BadRequestError(400, f"malformed request head: {error}") from None
-    if _BARE_LF.search(raw) or raw.count(b" ", 0, raw.find(b"\r\n")) != 2:  # noqa: PLR2004
+    if raw.count(b"\n") != raw.count(b"\r\n") or raw.count(b" ", 0, raw.find(b"\r\n")) != _SPACES:
         raise BadRequestError(400, "malformed request head: its lines are not formed as they must")
     method = parser.get_method().decode("latin-1")
     version = parser.get_http_version()
@@ -136,32 +138,43 @@ def parse_head(raw: bytes) -> RequestHead:
         raise BadRequestError(405, "CONNECT is not offered")
     if not reader.target.startswith(b"/"):
         raise BadRequestError(400, "the request target must be a path")
-    hosts, lengths, codings, expectations = _framing(reader.headers)
-    http_1_0 = version == "1.0"
-    if len(hosts) > 1 or (not hosts and not http_1_0):
+    return _checked(method, reader.target, reader.headers, http_1_0=version == "1.0")
+
+
+def _checked(
+    method: str, target: bytes, headers: list[tuple[bytes, bytes]], *, http_1_0: bool
+) -> RequestHead:
+    """Make a head of headers whose framing keeps to the rules."""
+    hosts = 0
+    lengths: list[bytes] = []
+    codings: list[bytes] = []
+    expectations: list[bytes] = []
+    connection = b""
+    for name, value in headers:
+        if name not in _OF_THE_FRAMING:
+            continue
+        if name == b"host":
+            hosts += 1
+        elif name == b"content-length":
+            lengths.append(value)
+        elif name == b"connection":
+            connection += value.lower() + b","
+        elif name == b"transfer-encoding":
+            codings.append(value)
+        else:
+            expectations.append(value)
+    if hosts > 1 or (not hosts and not http_1_0):
         raise BadRequestError(400, "a request carries exactly one Host header")
+    tokens = {token.strip() for token in connection.split(b",")} if connection else ()
     return RequestHead(
         method=method,
-        target=reader.target,
-        headers=tuple(reader.headers),
+        target=target,
+        headers=tuple(headers),
         content_length=_body_length(lengths, codings, http_1_0=http_1_0),
-        keep_alive=_keeps_alive(reader.headers, http_1_0=http_1_0),
+        keep_alive=b"keep-alive" in tokens if http_1_0 else b"close" not in tokens,
         http_1_0=http_1_0,
         expects_continue=_expects_continue(expectations, http_1_0=http_1_0),
     )
-
-
-def _framing(headers: list[tuple[bytes, bytes]]) -> tuple[list[bytes], ...]:
-    found: dict[bytes, list[bytes]] = {
-        b"host": [],
-        b"content-length": [],
-        b"transfer-encoding": [],
-        b"expect": [],
-    }
-    for name, value in headers:
-        if name in found:
-            found[name].append(value)
-    return tuple(found.values())
 
 
 def _body_length(lengths: list[bytes], codings: list[bytes], *, http_1_0: bool) -> int | None:
@@ -174,12 +187,6 @@ def _body_length(lengths: list[bytes], codings: list[bytes], *, http_1_0: bool) 
     if len(lengths) > 1 or not lengths[0].isdigit():
         raise BadRequestError(400, "Content-Length must be one number")
     return int(lengths[0])
-
-
-def _keeps_alive(headers: list[tuple[bytes, bytes]], *, http_1_0: bool) -> bool:
-    values = b",".join(value for name, value in headers if name == b"connection").lower()
-    tokens = {token.strip() for token in values.split(b",")}
-    return b"keep-alive" in tokens if http_1_0 else b"close" not in tokens
 
 
 def _expects_continue(expectations: list[bytes], *, http_1_0: bool) -> bool:

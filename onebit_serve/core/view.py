@@ -92,7 +92,7 @@ def health(views: tuple[BackendView, ...]) -> Page:
         return Page(200, {"status": "ok", **({"degraded": degraded} if degraded else {})})
     worst = next((v for v in missing if v.state not in _COMING), missing[0])
     details = [_phase(v) for v in missing]
-    body = {"status": _word(worst), "backends": details}
+    body: dict[str, Any] = {"status": _word(worst), "backends": details}
     if worst.cause:
         body["error"] = _envelope(worst)
     return Page(503, body, _retry_s(worst))
@@ -101,13 +101,17 @@ def health(views: tuple[BackendView, ...]) -> Page:
 def _word(view: BackendView) -> str:
     match view.state:
         case State.LOADING | State.WARMING | State.FAILED | State.STOPPED | State.STOPPING:
-            return view.state.value
+            return str(view.state.value)
         case _:
             return "restarting"
 
 
 def _phase(view: BackendView) -> dict[str, Any]:
-    phase = {"name": view.name, "state": view.state.value, "since_s": round(view.since_s, 1)}
+    phase: dict[str, Any] = {
+        "name": view.name,
+        "state": view.state.value,
+        "since_s": round(view.since_s, 1),
+    }
     if view.cause:
         phase["cause"] = view.cause
     elif view.last_line:

@@ -13,6 +13,7 @@ closed, and nothing that follows on it is looked at. What is bounded, and after 
 from __future__ import annotations
 
 import errno
+import math
 import socket
 
 import msgspec
@@ -30,6 +31,7 @@ from onebit_serve.core.http import (
 from onebit_serve.core.wire import Refusal
 from onebit_serve.live.hangup import HangUpWatch
 from onebit_serve.live.log import Log
+from onebit_serve.live.pump import Pump
 from onebit_serve.live.relay import ClientGoneError, CutError, Errand, relay
 from onebit_serve.live.supervise import Backend, Lease
 from onebit_serve.live.upstream import GoneError, send_all
@@ -43,6 +45,7 @@ _BODY_GAP_S = 30.0
 _IDLE_LIMIT_S = 75.0
 _CONNECTIONS = 1000
 _ACCEPT_PAUSE_S = 0.1
+_LATE_LOOK_S = 1.0
 _LINGER_S = 1.0
 _LINGER_BYTES = 1 << 20
 _REASONS = {
@@ -81,18 +84,20 @@ class Door:
         version: str,
     ) -> None:
         self._listener = listener
-        self._max_body_bytes = settings.max_body_bytes
-        self._backends = backends
-        self._log = log
+        self.max_body_bytes = settings.max_body_bytes
+        self.backends = backends
+        self.log = log
         self._version = version
         self._watch = HangUpWatch()
-        self.connections = 0
+        self.pump = Pump()
+        self._connections: set[_Connection] = set()
 
     async def run(self) -> None:
         """Accept connections until cancelled."""
         self._listener.setblocking(False)  # noqa: FBT003
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._watch.run)
+            nursery.start_soon(self._close_late_ones)
             while True:
                 await trio.lowlevel.wait_readable(self._listener)
                 await self._accept_all(nursery)
@@ -105,35 +110,51 @@ class Door:
                 return
             except OSError as error:
                 if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
-                    self._log.error(f"cannot take a connection: {error.strerror}")
+                    self.log.error(f"cannot take a connection: {error.strerror}")
                     await trio.sleep(_ACCEPT_PAUSE_S)
                     return
                 continue  # that client went away before we came
-            if self.connections >= _CONNECTIONS:
+            if len(self._connections) >= _CONNECTIONS:
                 sock.close()
                 continue
             sock.setblocking(False)  # noqa: FBT003
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self.connections += 1
             nursery.start_soon(self._serve, sock)
 
     async def _serve(self, sock: socket.socket) -> None:
         """Serve one connection; whatever happens to it stays in here."""
-        try:
-            with trio.CancelScope() as scope:
-                await _Connection(self, sock, scope).run()
-        except (OSError, ClientGoneError, CutError):
-            pass  # nobody is left to tell
-        except Exception as error:  # noqa: BLE001 - one connection must not end the others
-            self._log.error(f"a connection failed: {type(error).__name__}: {error}")
-        finally:
-            self.connections -= 1
-            self._watch.forget(sock.fileno())
-            sock.close()
+        fd = sock.fileno()
+        with trio.CancelScope() as scope:
+            connection = _Connection(self, sock, scope)
+            self._connections.add(connection)
+            try:
+                self._watch.watch(fd, scope)
+                await connection.run()
+            except (OSError, ClientGoneError, CutError):
+                pass  # nobody is left to tell
+            except Exception as error:  # noqa: BLE001 - one connection must not end the others
+                self.log.error(f"a connection failed: {type(error).__name__}: {error}")
+            finally:
+                self._connections.discard(connection)
+                self._watch.forget(fd)
+                sock.close()
+
+    async def _close_late_ones(self) -> None:
+        """Close connections that are past what they may take for the step they are in.
+
+        One look a second at all of them: a deadline of trio's for each step costs more than the
+        parsing of the head it guards.
+        """
+        while True:
+            await trio.sleep(_LATE_LOOK_S)
+            now_s = trio.current_time()
+            for connection in self._connections:
+                if connection.due_s < now_s:
+                    connection.scope.cancel()
 
     def views(self) -> tuple[view.BackendView, ...]:
         """Return what can be seen of the backends."""
-        return tuple(backend.view() for backend in self._backends)
+        return tuple(backend.view() for backend in self.backends)
 
     def page(self, name: route.Page) -> view.Page:
         """Return an answer of ours."""
@@ -154,14 +175,18 @@ class _Connection:
     Args:
         door: Whose it is.
         sock: Its socket, non-blocking.
-        scope: Its deadline is the connection's, moved on as the client does what it should.
+        scope: Cancelled when the client is gone or late.
+
+    Attributes:
+        due_s: When the client must have done what is waited for, on trio's clock.
     """
 
     def __init__(self, door: Door, sock: socket.socket, scope: trio.CancelScope) -> None:
         self._door = door
         self._sock = sock
-        self._scope = scope
         self._buffer = b""
+        self.scope = scope
+        self.due_s = math.inf
 
     async def run(self) -> None:
         """Serve one request after the other."""
@@ -174,12 +199,12 @@ class _Connection:
             except BadRequestError as error:
                 await self._refuse(Refusal(error.status, error.reason, "bad_request"))
                 return
-            self._scope.deadline = trio.current_time() + 1e9
+            self.due_s = math.inf
             if not await self._answer(head, body):
                 return
 
     def _allow(self, seconds: float) -> None:
-        self._scope.deadline = trio.current_time() + seconds
+        self.due_s = trio.current_time() + seconds
 
     async def _receive(self) -> bytes:
         while True:
@@ -220,7 +245,7 @@ class _Connection:
         Raises:
             BadRequestError: It is malformed or larger than allowed.
         """
-        length, limit = head.content_length, self._door._max_body_bytes  # noqa: SLF001
+        length, limit = head.content_length, self._door.max_body_bytes
         if length == 0:
             return b""
         if length is not None and limit and length > limit:
@@ -269,42 +294,30 @@ class _Connection:
             return await self._send_json(
                 page.status, msgspec.json.encode(page.body), page.retry_after_s, head
             )
-        backend = self._door._backends[0]  # noqa: SLF001
+        backend = self._door.backends[0]
         lease = backend.lease()
         if lease is None:
             return await self._send_refusal(view.unavailable(backend.view()), head)
-        errand = _errand(backend, head, body)
-        try:
-            return await self._relay(backend, lease, errand)
-        finally:
-            lease.end()
+        return await self._relay(backend, lease, _errand(backend, head, body))
 
     async def _relay(self, backend: Backend, lease: Lease, errand: Errand) -> bool:
-        fd, watch = self._sock.fileno(), self._door._watch  # noqa: SLF001
-        refusal = None
-        go_on = False
-        watch.arm(fd, lease.scope)
+        door = self._door
+        whole = False
         try:
-            with lease.scope:
-                go_on = await relay(errand, self._sock, lease.upstream, lease.alive)
+            go_on = await relay(errand, self._sock, lease, door.pump)
+            whole = True
         except GoneError as error:
+            whole = True  # of what there was: no slot works for it
             reason = f"{backend.plan.name} failed before it answered: {error.reason}"
             refusal = Refusal(502, reason, "backend_gone")
-        except ClientGoneError:
-            lease.abandon()
-            raise
         except CutError as error:
-            self._door._log.warning(f"a reply of {backend.plan.name} was cut: {error.reason}")  # noqa: SLF001
+            door.log.warning(f"a reply of {backend.plan.name} was cut: {error.reason}")
             raise
+        else:
+            return go_on
         finally:
-            watch.disarm(fd)
-        if refusal is not None:
-            return await self._send_refusal(refusal, errand.head)
-        if lease.scope.cancelled_caught:
-            if not lease.stopped:
-                lease.abandon()
-            raise ClientGoneError
-        return go_on
+            lease.end(whole=whole)
+        return await self._send_refusal(refusal, errand.head)
 
     async def _send_refusal(self, refusal: Refusal, head: RequestHead) -> bool:
         return await self._send_json(refusal.status, refusal.body(), refusal.retry_after_s, head)

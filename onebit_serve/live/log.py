@@ -43,7 +43,7 @@ class Log:
         self._thread = threading.Thread(target=self._write, name="log", daemon=True)
         self._thread.start()
 
-    def say(self, text: str, level: Level = "info", **fields: object) -> None:
+    def say(self, text: str, level: Level = "info", /, **fields: object) -> None:
         """Write one line; it never blocks.
 
         Args:
@@ -64,15 +64,15 @@ class Log:
         except queue.Full:
             self._dropped += 1
 
-    def debug(self, text: str, **fields: object) -> None:
+    def debug(self, text: str, /, **fields: object) -> None:
         """Write a line that only somebody who looks for a fault wants."""
         self.say(text, "debug", **fields)
 
-    def warning(self, text: str, **fields: object) -> None:
+    def warning(self, text: str, /, **fields: object) -> None:
         """Write a line about something that works but not as asked."""
         self.say(text, "warning", **fields)
 
-    def error(self, text: str, **fields: object) -> None:
+    def error(self, text: str, /, **fields: object) -> None:
         """Write a line about something that failed."""
         self.say(text, "error", **fields)
 

@@ -17,7 +17,7 @@ byte came back and the same child still runs: a request that killed a child must
 from __future__ import annotations
 
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 import httptools
@@ -32,7 +32,9 @@ from onebit_serve.core.http import (
     request_bytes,
     response_head,
 )
-from onebit_serve.live.upstream import GoneError, Upstream, receive, send_all
+from onebit_serve.live.pump import Ended, Pump
+from onebit_serve.live.supervise import Lease
+from onebit_serve.live.upstream import GoneError, receive, send_all
 
 __all__ = ["ClientGoneError", "CutError", "Errand", "relay"]
 
@@ -78,16 +80,14 @@ class Errand(msgspec.Struct, frozen=True):
     headers: tuple[bytes, ...] = ()
 
 
-async def relay(
-    errand: Errand, client: socket.socket, upstream: Upstream, alive: Callable[[], bool]
-) -> bool:
+async def relay(errand: Errand, client: socket.socket, lease: Lease, pump: Pump) -> bool:
     """Carry one request to a backend and its reply back.
 
     Args:
         errand: What to carry.
         client: The client's socket, non-blocking.
-        upstream: The backend's connections.
-        alive: Whether the child that `upstream` belongs to still runs.
+        lease: The right to ask the backend; it learns which connection is used.
+        pump: Moves the body.
 
     Returns:
         Whether the client's connection may carry another request.
@@ -97,7 +97,7 @@ async def relay(
         CutError: It failed after that; the client's connection must be closed now.
         ClientGoneError: The client could not be written to.
     """
-    opened = await _ask(errand, upstream, alive)
+    opened = await _ask(errand, lease)
     sock, framer, raw_head, _ = opened
     finished = False
     try:
@@ -105,11 +105,12 @@ async def relay(
         if errand.assemble or errand.model:
             go_on = await _translate(errand, client, opened, head)
         else:
-            go_on = await _copy(errand, client, opened, head)
-        finished = framer.complete and framer.keep_alive and not errand.stream
+            go_on = await _copy(errand, client, opened, head, lease, pump)
+        finished = framer.complete and framer.keep_alive
     finally:
-        if finished and not head.event_stream:
-            upstream.keep(sock)
+        lease.sock = None
+        if finished and not errand.stream and not head.event_stream:
+            lease.upstream.keep(sock)
         else:
             sock.close()
     return go_on
@@ -118,7 +119,7 @@ async def relay(
 _Opened = tuple[socket.socket, ResponseFramer, bytes, bytes]
 
 
-async def _ask(errand: Errand, upstream: Upstream, alive: Callable[[], bool]) -> _Opened:
+async def _ask(errand: Errand, lease: Lease) -> _Opened:
     """Send the request and wait for the reply's head."""
     head = errand.head
     data = request_bytes(
@@ -126,24 +127,27 @@ async def _ask(errand: Errand, upstream: Upstream, alive: Callable[[], bool]) ->
         head.target,
         head.headers,
         errand.body,
-        host=upstream.host,
+        host=lease.upstream.host,
         close=errand.stream or errand.assemble,
     )
-    kept = upstream.reuse()
+    kept = lease.upstream.reuse()
     if kept is not None:
         try:
-            return await _exchange_heads(errand, kept, data)
-        except GoneError as error:
-            if not isinstance(error, _SilentlyGoneError) or not alive():
+            return await _exchange_heads(errand, kept, data, lease)
+        except _SilentlyGoneError:
+            if not lease.alive():
                 raise
-    return await _exchange_heads(errand, await upstream.connect(), data)
+    return await _exchange_heads(errand, await lease.upstream.connect(), data, lease)
 
 
 class _SilentlyGoneError(GoneError):
     """The connection ended before a single byte of a reply."""
 
 
-async def _exchange_heads(errand: Errand, sock: socket.socket, data: bytes) -> _Opened:
+async def _exchange_heads(
+    errand: Errand, sock: socket.socket, data: bytes, lease: Lease
+) -> _Opened:
+    lease.sock = sock
     keep_body = errand.assemble or bool(errand.model) or errand.head.http_1_0
     framer = ResponseFramer(to_head=errand.head.method == "HEAD", keep_body=keep_body)
     received = b""
@@ -177,6 +181,7 @@ async def _exchange_heads(errand: Errand, sock: socket.socket, data: bytes) -> _
                 raise GoneError(reason) if received else _SilentlyGoneError(reason)
             received += block
     except BaseException:
+        lease.sock = None
         sock.close()
         raise
 
@@ -209,7 +214,14 @@ def _closing(errand: Errand, head: ResponseHead, framer: ResponseFramer) -> bool
     return not errand.head.keep_alive or errand.head.http_1_0 or not framed
 
 
-async def _copy(errand: Errand, client: socket.socket, opened: _Opened, head: ResponseHead) -> bool:
+async def _copy(
+    errand: Errand,
+    client: socket.socket,
+    opened: _Opened,
+    head: ResponseHead,
+    lease: Lease,
+    pump: Pump,
+) -> bool:
     """Pass the reply on as it is; for HTTP/1.0 clients without its chunks."""
     sock, framer, _, rest = opened
     closing = _closing(errand, head, framer)
@@ -221,36 +233,14 @@ async def _copy(errand: Errand, client: socket.socket, opened: _Opened, head: Re
     lines.append(b"Connection: close\r\n\r\n" if closing else b"\r\n")
     last = b"".join(lines) + rest
     await _send(client, last)
-    if framer.bodiless:
+    if framer.complete or framer.bodiless:
         return not closing
+    ended, moved = await pump.carry(sock, client, framer, lease.progress, unchunk=unchunk)
+    if ended is Ended.CLIENT_GONE:
+        raise ClientGoneError
     to_the_end = not head.chunked and head.length is None
-    wait_readable, feed, fd = trio.lowlevel.wait_readable, framer.feed, sock.fileno()
-    while not framer.complete:
-        await wait_readable(fd)
-        try:
-            block = sock.recv(_BLOCK_BYTES)
-        except BlockingIOError:
-            continue
-        except OSError:
-            block = b""
-        if not block:
-            if to_the_end:
-                break
-            await _cut(client, head, framer, last)
-        try:
-            feed(block)
-        except httptools.HttpParserError:
-            if not framer.complete:
-                await _cut(client, head, framer, last)
-        last = framer.take_body() if unchunk else block
-        try:
-            sent = client.send(last)
-        except BlockingIOError:
-            sent = 0
-        except OSError:
-            raise ClientGoneError from None
-        if sent != len(last):
-            await _send(client, last[sent:])
+    if ended is Ended.BACKEND_GONE and not to_the_end:
+        await _cut(client, head, framer, moved or last)
     return not closing
 
 
@@ -329,7 +319,7 @@ async def _whole_body(opened: _Opened, head: ResponseHead) -> bytes:
     return b"".join(parts)
 
 
-async def _pieces(opened: _Opened, head: ResponseHead) -> AsyncIterator[bytes]:
+async def _pieces(opened: _Opened, head: ResponseHead) -> AsyncGenerator[bytes, None]:
     """Yield the decoded body as it comes; `GoneError` where it ends too early."""
     sock, framer, _, _ = opened
     to_the_end = not head.chunked and head.length is None

@@ -8,6 +8,7 @@ transition wakes every waiter.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import math
 import os
@@ -24,6 +25,7 @@ from onebit_serve.core.view import BackendView
 from onebit_serve.live import probe
 from onebit_serve.live.child import Child, Exit
 from onebit_serve.live.log import Log
+from onebit_serve.live.pump import Progress
 from onebit_serve.live.upstream import HOST, Upstream
 
 __all__ = ["Backend", "Lease"]
@@ -51,7 +53,7 @@ class _Episode:
         self.heard_s = self.spawned_s
         self.output = trio.Event()
         self.scope = trio.CancelScope()
-        self.gone = False
+        self.leaving = False
 
     def hear(self) -> None:
         """Note that the child showed a sign of life."""
@@ -68,28 +70,34 @@ class Lease:
 
     Attributes:
         upstream: The child's connections.
-        scope: What is cancelled when the child is stopped, or by whoever holds the lease.
+        sock: The connection in use, while there is one.
+        progress: Counts the blocks of the reply.
     """
 
     def __init__(self, backend: Backend, episode: _Episode) -> None:
         self._backend = backend
         self._episode = episode
         self.upstream = episode.upstream
-        self.scope = trio.CancelScope()
-        self.stopped = False
-
-    def end(self) -> None:
-        """Count the request out."""
-        self._backend.leases.discard(self)
-        self._episode.hear()
+        self.sock: socket.socket | None = None
+        self.progress = Progress()
 
     def alive(self) -> bool:
-        """Whether the child this lease was given for still runs."""
-        return not self._episode.gone
+        """Whether the child this lease was given for still runs and is meant to serve."""
+        return not self._episode.leaving
 
-    def abandon(self) -> None:
-        """Say that the client left before the reply was whole: the slot may be busy still."""
-        self._backend.note_abandoned(self._episode)
+    def cut(self) -> None:
+        """End the reply now, as if the child had: nothing more comes on its connection."""
+        if self.sock is not None:
+            with contextlib.suppress(OSError):
+                self.sock.shutdown(socket.SHUT_RDWR)
+
+    def end(self, *, whole: bool) -> None:
+        """Give the right back.
+
+        Args:
+            whole: Whether the reply came to its end; else the slot may be busy still.
+        """
+        self._backend.take_back(self, self._episode, whole=whole)
 
 
 class Backend:
@@ -223,10 +231,10 @@ class Backend:
             case machine.WarmUp() if episode:
                 nursery.start_soon(self._warm, episode)
             case machine.Stop() if episode:
-                for lease in tuple(self.leases):
-                    lease.stopped = True
-                    lease.scope.cancel()
+                episode.leaving = True
                 episode.upstream.close()
+                for lease in self.leases:
+                    lease.cut()
                 nursery.start_soon(episode.child.stop, self._stop_s)
             case machine.Pause(pause_s=pause_s):
                 nursery.start_soon(self._pause, pause_s * random.uniform(1.0, 1.2))  # noqa: S311
@@ -235,7 +243,7 @@ class Backend:
         life, plan = self._life, self.plan
         state = before.state
         name = os.path.basename(plan.binary)  # noqa: PTH119 - a name, not a file
-        facts = {"backend": plan.name}
+        facts: dict[str, object] = {"backend": plan.name}
         match event:
             case machine.Warmed(degraded=degraded) if degraded:
                 self._log.warning(
@@ -270,7 +278,7 @@ class Backend:
                 nursery.start_soon(self._until_healthy, episode)
                 ended = await episode.child.run(episode.on_output)
                 nursery.cancel_scope.cancel()
-            episode.gone = True
+            episode.leaving = True
             episode.scope.cancel()
             episode.upstream.close()
             if self._episode is episode:
@@ -390,15 +398,17 @@ class Backend:
         await trio.sleep(pause_s)
         self._post(machine.PauseOver(), number)
 
-    def note_abandoned(self, episode: _Episode) -> None:
-        """Count a slot as busy until the backend says that it works for nobody who left."""
-        if self._nursery and not episode.gone and not self._abandoned:
+    def take_back(self, lease: Lease, episode: _Episode, *, whole: bool) -> None:
+        """Count a request out; the slot of a client who left is busy until the backend says no."""
+        self.leases.discard(lease)
+        episode.hear()
+        if not whole and not episode.leaving and not self._abandoned and self._nursery:
             self._abandoned = True
             self._nursery.start_soon(self._settle, episode)
 
     async def _settle(self, episode: _Episode) -> None:
         try:
-            while not episode.gone:
+            while not episode.leaving:
                 busy = await probe.busy_slots(episode.port)
                 if busy is None or busy <= len(self.leases):
                     return

@@ -9,7 +9,7 @@ CPU a chunk, measured).
 from __future__ import annotations
 
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 
 import httptools
@@ -153,7 +153,7 @@ class Stream:
         self._sock = sock
         self._framer = framer
 
-    async def pieces(self) -> AsyncIterator[bytes]:
+    async def pieces(self) -> AsyncGenerator[bytes, None]:
         """Yield the body as it comes.
 
         Raises:
