@@ -38,6 +38,7 @@ _CLOCK_GAP_S = 1.1
 # answers 500 to meaningless output).
 _GRAMMAR = "root ::= [a-z]*"
 _MEANINGLESS = b"does not match the expected"
+_REASON_CHARACTERS = 200
 
 
 class _RefusedError(Exception):
@@ -120,7 +121,7 @@ class PromptWarmer:
             pinned = bool(self.standings[index].slots)
             try:
                 prefix = await self._prefix(self.entries[index], await self._look())
-                self._update(index, slots=(), proven=False, why="")
+                self._update(index, slots=(), source="none", proven=False, why="")
                 if pinned:
                     slot = await self._make_room(0)
                     await self._fill(index, prefix, (slot,))
@@ -223,15 +224,18 @@ class PromptWarmer:
     async def _warm_through_host(
         self, homes: dict[int, Placement], prefixes: list[tuple[int, ...]]
     ) -> None:
-        """Warm one after the other, the first of the file last: the last ones stay in the slots."""
+        """Warm one after the other, the first of the file last: the last ones stay in the slots.
+
+        What needs a slot of its own comes after all that pass through, which would push it out.
+        """
         passing = [i for i in reversed(homes) if not homes[i].slots]
         for index in passing:
             await self._fill(index, prefixes[index], ())
+        for index in passing:
+            await self._prove(index, prefixes[index], ())
         for number, index in enumerate(i for i in homes if homes[i].slots):
             slot = await self._make_room(number)
             await self._fill(index, prefixes[index], (slot,))
-        for index in passing:
-            await self._prove(index, prefixes[index], ())
 
     # --------------------------------------------------------------------------- one entry
 
@@ -247,11 +251,13 @@ class PromptWarmer:
         except _RefusedError as refusal:
             self._refuse(index, str(refusal), tokens=len(prefix))
             return
+        before = self.standings[index]
         self._update(
             index,
             tokens=len(prefix),
-            slots=tuple(sorted({*self.standings[index].slots, *slots})),
-            source="disk" if restored else "prefill",
+            slots=tuple(sorted({*before.slots, *slots})),
+            # Further slots may take what the first one saved.
+            source="disk" if restored and before.source != "prefill" else "prefill",
         )
         if slots:
             await self._prove(index, prefix, slots)
@@ -413,7 +419,8 @@ class PromptWarmer:
             raise _RefusedError(f"this backend has no {path}")
         error = (_object(reply.body) or {}).get("error")
         message = error.get("message") if isinstance(error, dict) else None
-        raise _RefusedError(f"{path} answered {reply.status}: {message or 'no reason given'}")
+        reason = " ".join(str(message or "no reason given").split())[:_REASON_CHARACTERS]
+        raise _RefusedError(f"{path} answered {reply.status}: {reason}")
 
     def _refuse(self, index: int, why: str, *, tokens: int = 0) -> None:
         gone = {"proven": False, "reused_tokens": 0, "source": "none", "evicted": False}

@@ -1,0 +1,334 @@
+"""Warm prompts against a real llama-server: every kind of model, and what the backend counts."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+
+import msgspec
+import pytest
+import trio
+
+from onebit_serve.core.warm_prompts import parse
+from onebit_serve.live.prefix import PromptWarmer
+from onebit_serve.live.saves import Saves, private_directory
+from onebit_serve.live.upstream import GoneError, exchange
+
+SYSTEM = "You are a helpful assistant. Answer in the language of the question, and be brief. " * 12
+FIRST_CHARACTERS = (
+    "letter",
+    "7",
+    " space",
+    "\nline",
+    "\n\nlines",
+    "\ttab",
+    "你好",
+    "😀",
+    '"quote"',
+)
+DENSE, RECURRENT = ("llama",), ("qwen35", "lfm2", "jamba", "mamba")
+
+
+def asker(port, key=""):
+    async def request(method, path, body):
+        return await exchange(port, method, path, body, key)
+
+    return request
+
+
+@contextlib.asynccontextmanager
+async def server(program, model, *flags):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    common = ["--device", "none", "-t", "1", "-c", "8192", "--port", str(port), "--offline"]
+    child = subprocess.Popen(  # noqa: ASYNC220  # returns in a quarter of a millisecond
+        [program, "-m", model, *common, *flags],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        with trio.fail_after(30):
+            while True:
+                with contextlib.suppress(GoneError):
+                    if (await exchange(port, "GET", "/health")).status == 200:
+                        break
+                assert child.poll() is None, "llama-server ended while it loaded"
+                await trio.sleep(0.02)
+        yield port
+    finally:
+        os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+
+
+async def chat(port, messages, **more):
+    body = {"messages": messages, "max_tokens": 1, "temperature": 0, **more}
+    reply = await exchange(port, "POST", "/v1/chat/completions", json.dumps(body).encode())
+    assert reply.status == 200, reply.body
+    return json.loads(reply.body)["timings"]["cache_n"]
+
+
+def ask(text, system=SYSTEM):
+    return [{"role": "system", "content": system}, {"role": "user", "content": text}]
+
+
+def entries(*systems, **more):
+    lists = [{"messages": [{"role": "system", "content": s}], **more} for s in systems]
+    return parse(json.dumps(lists), "prompts.json")
+
+
+@pytest.fixture
+def tiny(tiny_models):
+    return lambda kind: str(tiny_models / f"tiny-{kind}.gguf")
+
+
+@pytest.mark.parametrize("kind", [*DENSE, *RECURRENT, "gemma3"])
+async def test_no_kind_of_model_loses_more_than_one_token_of_a_warmed_prefix(
+    kind, tiny, real_llama_server
+) -> None:
+    async with server(real_llama_server, tiny(kind), "-np", "2") as port:
+        warmer = PromptWarmer(asker(port), entries(SYSTEM))
+        await warmer.warm()
+        (standing,) = warmer.standings
+        assert standing.proven, standing.why
+        assert standing.slots == (0, 1)
+        for text in FIRST_CHARACTERS:
+            cached = await chat(port, ask(text))
+            assert standing.tokens - cached <= 1, (text, cached)
+
+
+async def test_a_sliding_window_longer_than_the_prefix_loses_five_tokens_at_most(
+    tiny, real_llama_server
+) -> None:
+    async with server(real_llama_server, tiny("gemma3"), "-np", "1") as port:
+        for text in FIRST_CHARACTERS:
+            warmer = PromptWarmer(asker(port), entries("Be brief."))
+            await warmer.clear()
+            await warmer.warm()
+            (standing,) = warmer.standings
+            assert standing.proven, standing.why
+            assert standing.tokens - await chat(port, ask(text, "Be brief.")) <= 5, text
+
+
+async def test_a_real_model_with_its_own_template_finds_its_prefix(
+    smollm2, real_llama_server
+) -> None:
+    async with server(real_llama_server, smollm2, "-np", "1") as port:
+        said: list[str] = []
+        warmer = PromptWarmer(asker(port), entries(SYSTEM[:200]), say=said.append)
+        await warmer.warm()
+        (standing,) = warmer.standings
+        for text in FIRST_CHARACTERS[:5]:
+            cached = await chat(port, ask(text, SYSTEM[:200]))
+            assert standing.tokens - cached <= 1, (text, cached)
+    line = f"warm-up done (strict-prefix): 1 completed, 0 skipped, {standing.tokens} prompt tokens"
+    assert said[-1].startswith(line)
+
+
+async def test_parallel_requests_all_find_one_prompt_that_was_put_into_every_slot(
+    tiny, real_llama_server
+) -> None:
+    async with server(real_llama_server, tiny("qwen35"), "-np", "4") as port:
+        warmer = PromptWarmer(asker(port), entries(SYSTEM))
+        await warmer.warm()
+        (standing,) = warmer.standings
+        assert standing.slots == (0, 1, 2, 3)
+        cached = []
+
+        async def one(number):
+            cached.append(await chat(port, ask(f"{number} is my number"), max_tokens=20))
+
+        async with trio.open_nursery() as nursery:
+            for number in range(4):
+                nursery.start_soon(one, number)
+        assert min(cached) >= standing.tokens - 1
+
+
+async def test_twins_in_slots_of_their_own_and_twelve_personas_through_the_host_cache(
+    tiny, real_llama_server
+) -> None:
+    personas = [f"Persona {n * 7919}: {chr(97 + n) * 9} {SYSTEM[: 300 + 7 * n]}" for n in range(10)]
+    twins = [f"{SYSTEM} One.", f"{SYSTEM} Two."]
+    async with server(real_llama_server, tiny("llama"), "-np", "4") as port:
+        warmer = PromptWarmer(asker(port), entries(*personas, *twins))
+        await warmer.warm()
+        assert [s.why for s in warmer.standings] == [""] * 12
+        # The twins first: they live in slots, out of which ten personas will push them.
+        for index, system in reversed(list(enumerate([*personas, *twins]))):
+            cached = await chat(port, ask("Who are you?", system))
+            assert cached >= warmer.standings[index].tokens - 1, index
+
+
+async def test_without_a_host_cache_only_the_slots_keep_prompts_and_the_rest_is_said(
+    tiny, real_llama_server
+) -> None:
+    personas = [f"Persona {n * 7919}: {SYSTEM[:300]}" for n in range(6)]
+    async with server(real_llama_server, tiny("llama"), "-np", "4", "-cram", "0") as port:
+        said: list[str] = []
+        warmer = PromptWarmer(asker(port), entries(*personas), host_bytes=0, say=said.append)
+        await warmer.warm()
+        assert [s.proven for s in warmer.standings] == [True] * 4 + [False] * 2
+        assert any("entry 5" in line and "no host cache" in line for line in said)
+        assert "4 completed, 2 skipped" in said[-1]
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3", "qwen35", "mamba"])
+async def test_a_saved_slot_comes_back_after_a_kill_and_a_refused_one_is_prefilled(
+    kind, tiny, real_llama_server, tmp_path
+) -> None:
+    folder = private_directory(tmp_path / "slots")
+    saves = Saves(folder, binary="b10068", model=kind)
+    flags = ("-np", "2", "--slot-save-path", str(folder))
+    async with server(real_llama_server, tiny(kind), *flags) as port:
+        warmer = PromptWarmer(asker(port), entries(SYSTEM), saves=saves)
+        await warmer.warm()
+        assert warmer.standings[0].source == "prefill"
+    (saved,) = folder.glob("*")
+    async with server(real_llama_server, tiny(kind), *flags) as port:
+        warmer = PromptWarmer(asker(port), entries(SYSTEM), saves=saves)
+        await warmer.warm()
+        (standing,) = warmer.standings
+        assert standing.proven
+        assert standing.source == ("prefill" if kind == "gemma3" else "disk")
+        assert standing.tokens - await chat(port, ask("hi")) <= 1
+        saved.write_bytes(b"no saved slot")
+        await warmer.warm()
+        assert warmer.standings[0].proven
+        assert warmer.standings[0].source == "prefill"
+        assert saved.stat().st_size > 1000
+
+
+async def test_a_prompt_pushed_out_by_other_traffic_is_noticed_and_repaired(
+    tiny, real_llama_server
+) -> None:
+    async with server(real_llama_server, tiny("qwen35"), "-np", "1", "-cram", "0") as port:
+        warmer = PromptWarmer(asker(port), entries(SYSTEM), host_bytes=0)
+        await warmer.warm()
+        await chat(port, ask("something else", "Another system prompt altogether. " * 20))
+        index = warmer.match(ask("first"))
+        assert index == 0
+        warmer.used(index, await chat(port, ask("first")))
+        assert warmer.repair_due
+        assert await warmer.repair() == 1
+        assert not warmer.repair_due
+        cached = await chat(port, ask("second"))
+        warmer.used(index, cached)
+        assert cached >= warmer.standings[0].tokens - 1
+        assert warmer.standings[0].hits == 1
+
+
+@pytest.mark.parametrize("save", [True, False])
+async def test_clear_empties_every_slot_with_and_without_the_erase_action(
+    save, tiny, real_llama_server, tmp_path
+) -> None:
+    flags = ("--slot-save-path", str(tmp_path)) if save else ()
+    async with server(real_llama_server, tiny("llama"), "-np", "2", "-cram", "0", *flags) as port:
+        warmer = PromptWarmer(asker(port), entries(SYSTEM))
+        await warmer.warm()
+        await warmer.clear()
+        assert await chat(port, ask("hello")) < 8
+        await warmer.clear()
+        await warmer.warm()
+        assert await chat(port, ask("hello")) >= warmer.standings[0].tokens - 1
+
+
+@pytest.mark.parametrize(
+    ("template", "why"),
+    [
+        ("{% for m in messages %}{% if m.role == 'system' %}{{ m.content }}{% endif %}{% endfor %}",
+         "ignores the user's text"),
+        ("{{ strftime_now('%H:%M:%S') }}{% for m in messages %}{{ m.content }}{% endfor %}",
+         "writes the time"),
+        ("{% set f = '%S' %}{{ strftime_now(f) }}{{ messages[-1].content }}", "writes the time"),
+        ("{% if 'brief' in messages[0].content %}{{ raise_exception('no system role') }}{% endif %}",
+         "no system role"),
+    ],
+    ids=["ignores", "time", "time by a variable", "raises"],
+)  # fmt: skip
+async def test_a_template_that_cannot_be_warmed_is_refused_with_a_word(
+    template, why, tiny, real_llama_server
+) -> None:
+    flags = ("-np", "1", "--jinja", "--chat-template", template)
+    async with server(real_llama_server, tiny("llama"), *flags) as port:
+        said: list[str] = []
+        warmer = PromptWarmer(asker(port), entries(SYSTEM), say=said.append)
+        await warmer.warm()
+        assert why in warmer.standings[0].why
+        assert "0 completed, 1 skipped, 0 prompt tokens" in said[-1]
+
+
+async def test_a_date_in_a_template_does_not_keep_it_from_being_warmed(
+    tiny, real_llama_server
+) -> None:
+    template = "{{ strftime_now('%d %b %Y') }}{% for m in messages %}{{ m.content }}\n{% endfor %}"
+    async with server(
+        real_llama_server, tiny("llama"), "-np", "1", "--jinja", "--chat-template", template
+    ) as port:
+        warmer = PromptWarmer(asker(port), entries(SYSTEM))
+        await warmer.warm()
+        assert warmer.standings[0].proven
+
+
+async def test_tools_and_template_switches_belong_to_an_entry(tiny, real_llama_server) -> None:
+    template = (
+        "{% if tools %}{{ tools[0].function.name }} {% endif %}"
+        "{% if enable_thinking %}think {% else %}straight {% endif %}"
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    tool = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+    flags = ("-np", "4", "--jinja", "--chat-template", template)
+    async with server(real_llama_server, tiny("llama"), *flags) as port:
+        both = entries(SYSTEM, thinking="both", tools=[tool])
+        warmer = PromptWarmer(asker(port), both)
+        await warmer.warm()
+        assert [s.label for s in warmer.standings] == [
+            "entry 1 (thinking on)",
+            "entry 1 (thinking off)",
+        ]
+        assert all(s.proven for s in warmer.standings)
+        for thinking in (True, False):
+            cached = await chat(
+                port,
+                ask("hi"),
+                tools=[tool],
+                chat_template_kwargs={"enable_thinking": thinking},
+            )
+            assert cached >= warmer.standings[0].tokens - 1
+
+
+async def test_histories_may_end_with_a_users_or_an_assistants_message(
+    tiny, real_llama_server
+) -> None:
+    history = [
+        {"role": "system", "content": SYSTEM},
+        {"role": "user", "content": "What is a model?"},
+        {"role": "assistant", "content": "A file of numbers."},
+    ]
+    request = [{"role": "system", "content": "Be exact."}, {"role": "user", "content": SYSTEM}]
+    async with server(real_llama_server, tiny("qwen35"), "-np", "2") as port:
+        both = parse(msgspec.json.encode([history, request]), "prompts.json")
+        warmer = PromptWarmer(asker(port), both)
+        await warmer.warm()
+        ended, open_ended = warmer.standings
+        assert ended.proven
+        assert open_ended.proven
+        assert (
+            await chat(port, [*history, {"role": "user", "content": "go on"}]) >= ended.tokens - 1
+        )
+        assert await chat(port, request) >= open_ended.tokens - 1
+
+
+async def test_the_counts_go_on_over_a_new_warm_up(tiny, real_llama_server) -> None:
+    async with server(real_llama_server, tiny("llama"), "-np", "1") as port:
+        warmer = PromptWarmer(asker(port), entries(SYSTEM))
+        await warmer.warm()
+        warmer.used(0, await chat(port, ask("hi")))
+        await warmer.warm()
+        (standing,) = warmer.standings
+        assert (standing.hits, standing.tokens_saved) == (1, standing.tokens)
