@@ -130,7 +130,7 @@ async def test_a_server_that_closes_without_an_answer_is_an_os_error():
     with TinyServer(fault="silent") as server:
         where = await client.resolve(client.endpoint(server.url))
         with pytest.raises(OSError, match="without an answer"):
-            await client.fetch(where, "POST", "/tokenize", {})
+            await client.fetch(where, "POST", ROUTE, {})
 
 
 async def test_nobody_there_is_said_with_address_cause_and_hint():

@@ -93,7 +93,7 @@ class TinyServer:
             method, path, _ = lines[0].split(" ")
             self.heads.append(head.decode())
             with contextlib.suppress(OSError):  # the client left
-                if method == "GET" or path in self.routes:
+                if method == "GET" or not path.endswith("/chat/completions"):
                     self._page(connection, path)
                 else:
                     self.bodies.append(json.loads(body))
