@@ -419,7 +419,9 @@ class PromptWarmer:
             raise _RefusedError(f"this backend has no {path}")
         error = (_object(reply.body) or {}).get("error")
         message = error.get("message") if isinstance(error, dict) else None
-        reason = " ".join(str(message or "no reason given").split())[:_REASON_CHARACTERS]
+        reason = " ".join(str(message or "no reason given").split())
+        if len(reason) > _REASON_CHARACTERS:  # what a template raised itself stands at the end
+            reason = f"{reason[: _REASON_CHARACTERS // 2]} ... {reason[-_REASON_CHARACTERS // 2 :]}"
         raise _RefusedError(f"{path} answered {reply.status}: {reason}")
 
     def _refuse(self, index: int, why: str, *, tokens: int = 0) -> None:

@@ -245,8 +245,8 @@ async def test_clear_empties_every_slot_with_and_without_the_erase_action(
         ("{{ strftime_now('%H:%M:%S') }}{% for m in messages %}{{ m.content }}{% endfor %}",
          "writes the time"),
         ("{% set f = '%S' %}{{ strftime_now(f) }}{{ messages[-1].content }}", "writes the time"),
-        ("{% if 'brief' in messages[0].content %}{{ raise_exception('no system role') }}{% endif %}",
-         "no system role"),
+        ("{% if 'brief' in messages[0].content %}{{ raise_exception('no system') }}{% endif %}",
+         "no system"),
     ],
     ids=["ignores", "time", "time by a variable", "raises"],
 )  # fmt: skip
