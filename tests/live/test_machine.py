@@ -81,7 +81,7 @@ def test_the_installed_wheel_beats_path(
     real_llama_server: str, program: Program, env: dict[str, str]
 ) -> None:
     env["PATH"] = str(Path(program("")).parent)
-    if "LLAMA_SERVER_UNDER_TEST" not in os.environ:
+    if "TEST_LLAMA_SERVER" not in os.environ:
         assert machine.find_llama_server(None, None, env) == real_llama_server
 
 
@@ -458,7 +458,7 @@ def test_no_libhsa_where_there_is_no_such_folder(tmp_path: Path) -> None:
 def test_the_embedded_program_and_model_come_from_packages(
     real_llama_server: str, smollm2: str
 ) -> None:
-    if "LLAMA_SERVER_UNDER_TEST" not in os.environ:
+    if "TEST_LLAMA_SERVER" not in os.environ:
         assert machine.embedded() == (real_llama_server, smollm2)
 
 
