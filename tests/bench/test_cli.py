@@ -1,0 +1,282 @@
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import click
+import pytest
+from tiny_server import TinyServer
+
+from onebit_serve.cli.bench import command
+from onebit_serve.core import results
+from onebit_serve.core.errors import OnebitError, UsageError
+from onebit_serve.core.results import Request, Results
+
+TINY = str(Path(__file__).parent / "tiny_server.py")
+SERVER = f"{sys.executable} {TINY}"
+ALONE = (
+    "import sys; from onebit_serve.cli.bench import command;"
+    "sys.exit(command.main(args=sys.argv[1:], standalone_mode=False))"
+)
+
+
+def bench(*words):
+    """Run the command here and return what it returns; errors of ours are raised."""
+    return command.main(args=list(words), prog_name="bench-serve", standalone_mode=False)
+
+
+def write(path, tag, typical, loads=5, **more):
+    fields = {"model": "m", "prompts": "p", "concurrency": 1} | more
+    requests = tuple(
+        Request(run=f"{tag}{n}", tag=tag, load=n, ttft_ms=typical + n, **fields)
+        for n in range(1, loads + 1)
+    )
+    path.write_text(results.write_csv(Results(requests=requests)), newline="")
+    return str(path)
+
+
+def test_a_table_is_printed_and_every_request_is_written(tmp_path, capsys):
+    out = tmp_path / "a.csv"
+    with TinyServer() as server:
+        words = ["--url", server.url, "--prompts", "short", "--concurrency", "1,2", "--tag", "x"]
+        assert bench(*words, "--repeats", "2", "--output", str(out)) == 0
+    shown = capsys.readouterr().out
+    assert "TTFT ms" in shown
+    assert "settings: prompts short" in shown
+    found = results.read(out.read_bytes().decode(), name="a")
+    assert len(found.requests) == 6
+    assert {r.tag for r in found.requests} == {"x"}
+    assert found.runs[0].settings["max_tokens"] == 128
+
+
+@pytest.mark.parametrize("form", ["csv", "json", "md", "table"])
+def test_every_form_can_be_printed(form, capsys):
+    with TinyServer() as server:
+        bench("--url", server.url, "--prompts", "short", "--repeats", "1", "--format", form)
+    text = capsys.readouterr().out
+    if form in ("csv", "json"):
+        assert len(results.read(text, name="a").requests) == 1
+    else:
+        assert text.startswith("### times" if form == "md" else "times:")
+
+
+def test_a_system_prompt_is_sent_and_no_count_warms_the_cache(tmp_path):
+    file = tmp_path / "s.txt"
+    file.write_text("Be brief.\n")
+    with TinyServer() as server:
+        words = ["--url", server.url, "--prompts", "short", "--repeats", "1"]
+        bench(*words, "--system-prompt-file", str(file))
+        assert [h.split(" ")[0] for h in server.heads].count("POST") == 1
+        bench(*words, "--skip-preflight-token-count")
+        assert [h.split(" ")[0] for h in server.heads].count("POST") == 2
+        bench(*words)
+        assert [h.split(" ")[0] for h in server.heads].count("POST") == 4
+    assert server.bodies[0]["messages"][0] == {"role": "system", "content": "Be brief."}
+
+
+def test_prompts_come_from_a_file_too(tmp_path):
+    file = tmp_path / "mine.json"
+    file.write_text('["hello"]')
+    with TinyServer() as server:
+        words = ["--url", server.url, "--no-unique-prefix", "--repeats", "1"]
+        bench(*words, "--prompts", str(file))
+    assert server.bodies[0]["messages"] == [{"role": "user", "content": "hello"}]
+
+
+def test_the_key_comes_from_a_file_or_the_environment(tmp_path, monkeypatch):
+    file = tmp_path / "key"
+    file.write_text("secret\n")
+    words = ["--prompts", "short", "--repeats", "1"]
+    with TinyServer() as server:
+        bench("--url", server.url, *words, "--api-key-file", str(file))
+        assert "Authorization: Bearer secret" in server.heads[-1]
+        monkeypatch.setenv("ONEBIT_API_KEY", "other")
+        bench("--url", server.url, *words)
+        assert "Authorization: Bearer other" in server.heads[-1]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "--url is missing"),
+        (["--url", "http://127.0.0.1:1", "--concurrency", "0"], "--concurrency 0"),
+        (["--url", "http://127.0.0.1:1", "--concurrency", "1,x"], "not a list of numbers"),
+        (["--url", "http://127.0.0.1:1", "--prompts", "none.json"], "No such file"),
+        (["--url", "http://127.0.0.1:1", "--system-prompt-file", "none"], "No such file"),
+        (["--url", "http://127.0.0.1:1", "--output", "/none/a.csv"], "no file can be written"),
+        (["--url", "http://127.0.0.1:1", "--output", "a.xls"], "names no form"),
+        (["--url", "https://127.0.0.1:1"], "only http"),
+        (["ab", "--arm", "a=", "--arm", "a="], "two arms of one name"),
+        (["ab"], "no --arm"),
+        (["compare"], "nothing to compare"),
+        (["compare", "none.csv"], "No such file"),
+    ],
+)
+def test_bad_input_is_a_usage_error(words, said):
+    with pytest.raises(UsageError, match=said):
+        bench(*words)
+
+
+def test_a_wrong_value_of_an_option_is_clicks_usage_error():
+    with pytest.raises(click.UsageError):
+        bench("--url", "http://127.0.0.1:1", "--repeats", "0")
+
+
+def test_an_unreachable_server_is_exit_1():
+    server = TinyServer()
+    server.close()
+    with pytest.raises(OnebitError, match="cannot connect") as caught:
+        bench("--url", server.url, "--prompts", "short")
+    assert caught.value.exit_code == 1
+
+
+def test_what_was_measured_before_the_server_died_is_written(tmp_path):
+    out = tmp_path / "a.json"
+    with TinyServer(die_after=2) as server, pytest.raises(OnebitError, match="went away"):
+        bench("--url", server.url, "--prompts", "short", "--repeats", "9", "--output", str(out))
+    found = results.read(out.read_text(), name="a")
+    assert [r.error for r in found.requests] == ["", "", "refused"]
+    assert not found.runs[0].complete
+
+
+def test_no_success_at_all_is_exit_1_and_the_errors_are_written(tmp_path):
+    out = tmp_path / "a.csv"
+    with TinyServer(fault="cut") as server, pytest.raises(OnebitError, match="no request succ"):
+        bench("--url", server.url, "--prompts", "short", "--output", str(out))
+    with out.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["error"] for row in rows] == ["", "cut", "cut", "cut"]
+
+
+def interrupted(words, until):
+    """Start the command as a process, interrupt it at the line that `until` accepts."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", ALONE, *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    until()
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    return process.returncode, out, err
+
+
+def test_ctrl_c_writes_what_there_is_and_exits_0(tmp_path):
+    out = tmp_path / "a.csv"
+    with TinyServer(first_s=0.01) as server:
+
+        def third_request():
+            deadline_s = time.monotonic() + 30
+            while len(server.bodies) < 3 and time.monotonic() < deadline_s:
+                time.sleep(0.005)
+
+        words = ["--url", server.url, "--prompts", "short", "--repeats", "100000"]
+        code, _, err = interrupted([*words, "--output", str(out)], third_request)
+    assert code == 0
+    assert "requests were measured" in err
+    found = results.read(out.read_bytes().decode(), name="a")
+    assert len(found.requests) >= 2
+    assert found.runs[0].note == "interrupted"
+
+
+def test_cold_against_warm_is_compared(tmp_path, capsys):
+    cold = write(tmp_path / "cold.csv", "", 300)
+    warm = write(tmp_path / "warm.csv", "", 100)
+    assert bench("compare", cold, warm) == 0
+    shown = capsys.readouterr().out
+    assert "against cold" in shown
+    assert "faster" in shown
+
+
+@pytest.mark.parametrize(("least", "code"), [("1.2", 0), ("2.9", 0), ("3.5", 1)])
+def test_fail_under_is_exit_1(tmp_path, capsys, least, code):
+    cold = write(tmp_path / "cold.csv", "", 300)
+    warm = write(tmp_path / "warm.csv", "", 100)
+    assert bench("compare", cold, warm, "--fail-under", least) == code
+    assert ("fail: warm m p x1: 2.94x" in capsys.readouterr().err) == bool(code)
+
+
+def test_what_was_not_measured_does_not_pass(tmp_path, capsys):
+    cold = write(tmp_path / "cold.csv", "", 300)
+    warm = write(tmp_path / "warm.csv", "", 100, concurrency=8)
+    assert bench("compare", cold, warm, "--fail-under", "0.1") == 1
+    assert "not measured: warm" in capsys.readouterr().err
+
+
+def test_the_arm_against_itself_is_not_held_to_a_limit(tmp_path):
+    every = [write(tmp_path / f"{n}.csv", tag, 300 / (1 + n % 2)) for n, tag in enumerate("ab")]
+    again = write(tmp_path / "again.csv", "a again", 300)
+    assert bench("compare", *every, again, "--fail-under", "1.5") == 0
+
+
+@pytest.mark.parametrize("form", ["json", "md"])
+def test_comparisons_can_be_had_in_other_forms(tmp_path, capsys, form):
+    cold = write(tmp_path / "cold.csv", "", 300)
+    warm = write(tmp_path / "warm.csv", "", 100)
+    bench("compare", cold, warm, "--format", form)
+    text = capsys.readouterr().out
+    if form == "json":
+        assert json.loads(text)["gains"][0]["comparison"]["verdict"] == "faster"
+    else:
+        assert text.startswith("### TTFT ms, against cold\n\n| model |")
+
+
+def test_two_files_of_one_tag_are_one_arm_unless_told_otherwise(tmp_path, capsys):
+    one = write(tmp_path / "one.csv", "same", 300)
+    two = write(tmp_path / "two.csv", "same", 100)
+    with pytest.raises(UsageError, match="only one arm") as caught:
+        bench("compare", one, two)
+    assert "--by-file" in caught.value.hint
+    assert bench("compare", one, two, "--by-file") == 0
+    assert "against one" in capsys.readouterr().out
+
+
+def test_a_file_of_another_version_is_exit_2_with_its_name(tmp_path):
+    cold = write(tmp_path / "cold.csv", "", 300)
+    text = Path(cold).read_text().replace("onebit-bench/1", "onebit-bench/2")
+    Path(cold).write_text(text)
+    with pytest.raises(UsageError, match=r"cold\.csv: written as onebit-bench/2"):
+        bench("compare", cold, cold)
+
+
+def test_a_plot_is_refused_before_anything_is_read(tmp_path):
+    with pytest.raises(UsageError, match="--plot"):
+        bench("compare", "none.csv", "--plot", str(tmp_path / "a.gif"))
+
+
+def test_arms_are_compared_with_their_noise(tmp_path, capsys):
+    out = tmp_path / "ab.csv"
+    words = ["--prompts", "short", "--repeats", "2", "--loads", "1", "--output", str(out)]
+    code = bench(
+        *("ab", "--arm", "cold=--first 0.05", "--arm", "warm="),
+        *(*words, "--server", SERVER, "--", "-m", "M.gguf"),
+    )
+    assert code == 0
+    shown = capsys.readouterr().out
+    assert "request 1 against the best later request" in shown
+    assert "machine noise: cold against itself" in shown
+    assert "too few for a verdict" in shown
+    found = results.read(out.read_bytes().decode(), name="ab")
+    assert {run.tag for run in found.runs} == {"cold", "warm", "cold again"}
+    assert found.runs[0].flags == ("--first", "0.05", "-m", "M.gguf")
+    assert bench("compare", str(out)) == 0
+
+
+def test_a_file_that_cannot_be_replaced_is_printed_instead(tmp_path, capsys, monkeypatch):
+    def full(*_args, **_more):
+        raise OSError(28, os.strerror(28))
+
+    monkeypatch.setattr("tempfile.NamedTemporaryFile", full)
+    with TinyServer() as server, pytest.raises(UsageError, match="No space left"):
+        bench(
+            *("--url", server.url, "--prompts", "short", "--repeats", "1"),
+            *("--output", str(tmp_path / "a.csv")),
+        )
+    assert len(results.read(capsys.readouterr().out, name="a").requests) == 1
