@@ -12,7 +12,9 @@ no model and starts in a few hundredths of a second. `docs/fake-backend.md` is i
     engine    one request for text, step by step
     wire      HTTP on a socket
     replies   the shapes of the answers
-    server    the routes and their faults
+    prompts   from bodies to token ids
+    routes    the routes that do no work
+    server    connections, work and its faults
 
 It is a package, not one module, since all of that is about two thousand lines.
 """

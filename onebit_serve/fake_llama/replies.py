@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import secrets
+import os
 import time
 import zlib
 from typing import Any
@@ -66,7 +66,7 @@ def embedding(tokens: list[int]) -> list[float]:
 
 
 def _name(prefix: str) -> str:
-    return prefix + secrets.token_hex(16)
+    return prefix + os.urandom(16).hex()
 
 
 class Format:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import itertools
-import json
 import socket
 import struct
 import threading
@@ -17,42 +14,19 @@ from . import replies, text
 from .engine import Engine, Job, LeftError, Progress
 from .knobs import Failure, Moment
 from .options import Options
+from .prompts import HttpError, chat_ids, json_body, prompts, unsupported
 from .replies import error
+from .routes import Routes
 from .wire import Connection, GoneError, Request, dumps
 from .world import World
 
 __all__ = ["Server"]
 
 RECORDED_BODY_BYTES = 64 * 1024
-N_PARAMS = 134_515_008
-PAGE = b"<!doctype html><title>llama.cpp</title><p>The fake has no chat page.</p>\n"
 OPEN = {"/health", "/v1/health"}
 OPEN_B10068 = OPEN | {"/v1/models", "/models", "/api/tags", "/"}
 EMBEDDING_ROUTES = {"/embedding", "/embeddings", "/v1/embeddings"}
 RERANK_ROUTES = {"/rerank", "/reranking", "/v1/rerank", "/v1/reranking"}
-METRICS = (
-    ("prompt_tokens_total", "counter", "Number of prompt tokens processed."),
-    ("prompt_tokens_cached_total", "counter", "Number of prompt tokens taken from the cache."),
-    ("prompt_seconds_total", "counter", "Prompt process time"),
-    ("tokens_predicted_total", "counter", "Number of generation tokens processed."),
-    ("tokens_predicted_seconds_total", "counter", "Predict process time"),
-    ("n_decode_total", "counter", "Total number of llama_decode() calls"),
-    ("n_tokens_max", "counter", "Largest observed n_tokens."),
-    ("prompt_tokens_seconds", "gauge", "Average prompt throughput in tokens/s."),
-    ("predicted_tokens_seconds", "gauge", "Average generation throughput in tokens/s."),
-    ("requests_processing", "gauge", "Number of requests processing."),
-    ("requests_deferred", "gauge", "Number of requests deferred."),
-    ("n_busy_slots_per_decode", "gauge", "Average number of busy slots per llama_decode() call"),
-)
-
-
-class HttpError(Exception):
-    """An answer other than 200."""
-
-    def __init__(self, status: int, message: str, **more: Any) -> None:
-        super().__init__(message)
-        self.status = status
-        self.value = error(status, message, **more)
 
 
 class Server:
@@ -75,13 +49,13 @@ class Server:
         model = options.text("model", "fake.gguf")
         names = [n for n in options.text("alias").split(",") if n]
         self._names = names or [model]
-        self._model_path = model
         keys = [k for k in options.text("api-key").split(",") if k]
         if file := options.text("api-key-file"):
             lines = Path(file).read_text().splitlines()
             keys += [line for line in lines if line and not line.startswith("#")]
         self._keys = keys
         self._build = "b1-571d0d5" if world.knobs.build == "b10068" else "b1-86a2835"
+        self._routes = Routes(options, world, self._engine, self._names, self._build)
 
     @property
     def engine(self) -> Engine:
@@ -156,7 +130,7 @@ class Server:
             if number:
                 self._work(conn, request, number)
             else:
-                self._plain(conn, request)
+                self._routes.answer(conn, request)
         except HttpError as problem:
             self._refuse(conn, request, number, problem.status, problem.value)
         except text.BadMessagesError as problem:
@@ -173,6 +147,8 @@ class Server:
     def _record(self, conn: Connection, request: Request, number: int) -> None:
         if not self._world.knobs.rec:
             return
+        import hashlib  # not needed by those who only start and stop it
+
         body: dict[str, Any] = {
             "body_bytes": len(request.body),
             "body_sha256": hashlib.sha256(request.body).hexdigest(),
@@ -199,302 +175,6 @@ class Server:
         bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
         if not {bearer, request.headers.get("x-api-key", "")} & set(self._keys):
             raise HttpError(401, "Invalid API Key")
-
-    # routes that do no work
-
-    def _plain(self, conn: Connection, request: Request) -> None:
-        path, options = request.path, self._options
-        if path.startswith("/slots/") and request.method == "POST":
-            conn.answer(200, dumps(self._slot_action(request)))
-            return
-        get = {
-            "/health": self._health,
-            "/v1/health": self._health,
-            "/v1/models": self._models,
-            "/models": self._models,
-            "/props": self._props,
-            "/fake/shapes": lambda _: {"built": sorted(self._engine.built)},
-        }
-        post = {
-            "/tokenize": self._tokenize,
-            "/detokenize": self._detokenize,
-            "/apply-template": lambda r: {"prompt": self._rendered(self._json(r))},
-            "/v1/messages/count_tokens": self._count_tokens,
-            "/infill": self._infill,
-        }
-        table = post if request.method == "POST" else get
-        if path in table:
-            conn.answer(200, dumps(table[path](request)))
-        elif path == "/slots" and request.method == "GET":
-            conn.answer(200, dumps(self._slots(request)))
-        elif path == "/metrics" and request.method == "GET":
-            if not options.on("metrics"):
-                raise self._unsupported("metrics endpoint", "--metrics")
-            self._metrics(conn)
-        elif path == "/" and self._world.knobs.page and options.on("webui", default=True):
-            conn.answer(200, PAGE, content_type="text/html; charset=utf-8")
-        else:
-            raise HttpError(404, "File Not Found")
-
-    @staticmethod
-    def _unsupported(what: str, flag: str) -> HttpError:
-        return HttpError(501, f"This server does not support {what}. Start it with `{flag}`")
-
-    def _health(self, _: Request) -> Any:
-        self._world.reached(Moment("health"))
-        if self._world.hung_all.is_set():
-            threading.Event().wait()
-        if self._world.knobs.health_delay:
-            threading.Event().wait(self._world.knobs.health_delay)
-        return {"status": "ok"}
-
-    def _models(self, _: Request) -> Any:
-        name = self._names[0]
-        kind = "embedding" if self._options.on("embeddings") else "completion"
-        old = {"name": name, "model": name, "type": "model", "capabilities": [kind]}
-        meta = {
-            "vocab_type": 2,
-            "n_vocab": text.N_VOCAB,
-            "n_ctx": self._engine.n_ctx,
-            "n_ctx_train": self._world.knobs.ctx_train,
-            "n_embd": replies.EMBEDDING_SIZE,
-            "n_params": N_PARAMS,
-            "size": 96_576_768,
-            "ftype": "Q4_1",
-        }
-        entry = {
-            "id": name,
-            "aliases": self._names,
-            "tags": [],
-            "object": "model",
-            "created": int(time.time()),
-            "owned_by": "llamacpp",
-            "meta": meta,
-        }
-        return {"models": [old], "object": "list", "data": [entry]}
-
-    def _props(self, _: Request) -> Any:
-        options = self._options
-        return {
-            "default_generation_settings": {
-                "params": replies.settings({}),
-                "n_ctx": self._engine.n_ctx,
-            },
-            "total_slots": len(self._engine.slots.all),
-            "model_alias": self._names[0],
-            "model_ftype": "Q4_1",
-            "model_path": self._model_path,
-            "modalities": {"vision": False, "video": False, "audio": False},
-            "media_marker": "<__media__>",
-            "endpoint_slots": options.on("slots", default=True),
-            "endpoint_props": options.on("props"),
-            "endpoint_metrics": options.on("metrics"),
-            "ui": options.on("webui", default=True),
-            "ui_settings": {},
-            "chat_template": text.template_text(self._world.knobs.template),
-            "chat_template_caps": {"supports_system_role": True, "supports_tools": False},
-            "bos_token": "<|endoftext|>",
-            "eos_token": "<|im_end|>",
-            "build_info": self._build,
-            "is_sleeping": False,
-        }
-
-    def _slots(self, request: Request) -> Any:
-        if not self._options.on("slots", default=True):
-            raise HttpError(501, "This server does not support slots endpoint.")
-        shown = []
-        for slot in self._engine.slots.all:
-            entry: dict[str, Any] = {
-                "id": slot.number,
-                "n_ctx": self._engine.n_ctx,
-                "speculative": False,
-                "is_processing": slot.busy,
-            }
-            if slot.task >= 0:
-                state = {
-                    "has_next_token": slot.busy,
-                    "has_new_line": False,
-                    "n_remain": slot.remaining,
-                    "n_decoded": slot.decoded,
-                }
-                entry |= {
-                    "id_task": slot.task,
-                    "n_prompt_tokens": len(slot.tokens),
-                    "n_prompt_tokens_processed": slot.prompt_done,
-                    "n_prompt_tokens_cache": slot.prompt_cached,
-                    "params": replies.settings({"stream": slot.stream}),
-                    "next_token": [state],
-                }
-            shown.append(entry)
-        if request.query.get("fail_on_no_slot") and all(s["is_processing"] for s in shown):
-            raise HttpError(503, "no slot available")
-        return shown
-
-    def _slot_action(self, request: Request) -> Any:
-        folder = self._options.text("slot-save-path")
-        if not folder:
-            raise self._unsupported("slots action", "--slot-save-path")
-        number = request.path.removeprefix("/slots/")
-        if not number.isdecimal():
-            raise HttpError(400, "Invalid slot ID")
-        slot = self._engine.slots.all[int(number) % len(self._engine.slots.all)]
-        action = request.query.get("action", "")
-        if action == "erase":
-            erased, slot.tokens, slot.checkpoints = len(slot.tokens), [], []
-            return {"id_slot": slot.number, "n_erased": erased}
-        name = str(self._json(request).get("filename", ""))
-        if action not in {"save", "restore"}:
-            raise HttpError(400, "Invalid action")
-        if not name or "/" in name:
-            raise HttpError(400, "Invalid filename")
-        file = Path(folder) / name
-        if action == "save":
-            state = {"model": self._model_path, "tokens": slot.tokens, "marks": slot.checkpoints}
-            size = file.write_bytes(dumps(state))
-            report = {"n_saved": len(slot.tokens), "n_written": size, "timings": {"save_ms": 0.4}}
-        else:
-            try:
-                state = json.loads(file.read_bytes())
-                if state["model"] != self._model_path:
-                    raise ValueError
-            except (OSError, ValueError, KeyError):
-                why = "No available space in KV cache or invalid slot save file"
-                raise HttpError(400, f"Unable to restore slot: {why}") from None
-            slot.tokens, slot.checkpoints = state["tokens"], state["marks"]
-            size = file.stat().st_size
-            count = len(slot.tokens)
-            report = {"n_restored": count, "n_read": size, "timings": {"restore_ms": 0.3}}
-        return {"id_slot": slot.number, "filename": name, **report}
-
-    def _metrics(self, conn: Connection) -> None:
-        engine = self._engine
-        totals, seconds = engine.totals, engine.seconds
-        busy = sum(slot.busy for slot in engine.slots.all)
-        values: dict[str, float] = {
-            "prompt_tokens_total": totals["prompt_n"],
-            "prompt_tokens_cached_total": totals["cache_n"],
-            "prompt_seconds_total": seconds["prompt"],
-            "tokens_predicted_total": totals["predicted_n"],
-            "tokens_predicted_seconds_total": seconds["predicted"],
-            "n_decode_total": totals["decodes"],
-            "n_tokens_max": totals["n_max"],
-            "prompt_tokens_seconds": totals["prompt_n"] / (seconds["prompt"] or 1),
-            "predicted_tokens_seconds": totals["predicted_n"] / (seconds["predicted"] or 1),
-            "requests_processing": busy,
-            "requests_deferred": engine.waiting,
-            "n_busy_slots_per_decode": float(bool(totals["decodes"])),
-        }
-        lines = [
-            f"# HELP llamacpp:{name} {about}\n# TYPE llamacpp:{name} {kind}\n"
-            f"llamacpp:{name} {values[name]:g}\n"
-            for name, kind, about in METRICS
-        ]
-        conn.answer(200, "".join(lines).encode(), content_type="text/plain; version=0.0.4")
-
-    def _tokenize(self, request: Request) -> Any:
-        body = self._json(request)
-        content = body.get("content")
-        if content is None:
-            return {"tokens": []}
-        ids = text.tokenize(
-            str(content),
-            bos=bool(body.get("add_special")) and self._world.knobs.bos,
-            parse_special=bool(body.get("parse_special", True)),
-        )
-        if not body.get("with_pieces"):
-            return {"tokens": ids}
-        pieces = []
-        for token in ids:
-            data = text.piece(token)
-            try:
-                pieces.append({"id": token, "piece": data.decode()})
-            except UnicodeDecodeError:
-                pieces.append({"id": token, "piece": list(data)})
-        return {"tokens": pieces}
-
-    def _detokenize(self, request: Request) -> Any:
-        ids = self._valid(self._json(request).get("tokens") or [])
-        return {"content": b"".join(map(text.piece, ids)).decode("utf-8", "replace")}
-
-    def _count_tokens(self, request: Request) -> Any:
-        return {"input_tokens": len(self._chat_ids(self._json(request)))}
-
-    def _infill(self, _: Request) -> Any:
-        missing = "prefix token is missing. suffix token is missing. middle token is missing. "
-        raise HttpError(501, f"Infill is not supported by this model: {missing}")
-
-    # prompts
-
-    def _json(self, request: Request) -> dict[str, Any]:
-        try:
-            value = json.loads(request.body)
-        except ValueError as problem:
-            status = 500 if self._world.knobs.build == "b10068" else 400
-            why = f"parse error at line 1, column {getattr(problem, 'pos', 0) + 1}: {problem}"
-            raise HttpError(status, f"[json.exception.parse_error.101] {why}") from None
-        if not isinstance(value, dict):
-            raise HttpError(400, "[json.exception.type_error.304] cannot use at() with this type")
-        return value
-
-    def _rendered(self, body: dict[str, Any]) -> str:
-        return text.render(body, self._world.knobs.template)
-
-    def _chat_ids(self, body: dict[str, Any]) -> list[int]:
-        if "input" in body and "messages" not in body:  # /v1/responses
-            said = body["input"]
-            messages = [{"role": "user", "content": said}] if isinstance(said, str) else said
-            if body.get("instructions"):
-                messages = [{"role": "system", "content": body["instructions"]}, *messages]
-            body = {**body, "messages": messages}
-        elif isinstance(body.get("system"), str):  # /v1/messages
-            messages = body.get("messages") or []
-            body = {**body, "messages": [{"role": "system", "content": body["system"]}, *messages]}
-        return text.tokenize(self._rendered(body), bos=self._world.knobs.bos)
-
-    @staticmethod
-    def _valid(ids: list[Any]) -> list[int]:
-        if not all(isinstance(i, int) and 0 <= i < text.N_VOCAB for i in ids):
-            raise HttpError(400, "Prompt contains invalid tokens")
-        return ids
-
-    def _prompt_ids(self, prompt: Any) -> list[int]:
-        """Return the ids of one prompt: text, ids, or both in one list."""
-        bos = self._world.knobs.bos
-        if isinstance(prompt, str):
-            return text.tokenize(prompt, bos=bos)
-        if not isinstance(prompt, list) or not prompt:
-            raise HttpError(
-                400,
-                '"prompt" must not be empty'
-                if prompt == []
-                else '"prompt" elements must be a string, a list of tokens, a list of '
-                "mixed strings & tokens, or a list of prompts",
-            )
-        ids: list[int] = []
-        for place, part in enumerate(prompt):
-            if isinstance(part, str):
-                ids += text.tokenize(part, bos=bos and place == 0)
-            else:
-                ids += self._valid([part])
-        return ids
-
-    def _prompts(self, body: dict[str, Any]) -> tuple[list[list[int]], bool]:
-        """Return the prompts of a completion, and whether they came as a list of prompts."""
-        if "prompt" not in body:
-            raise HttpError(400, "[json.exception.out_of_range.403] key 'prompt' not found")
-        prompt = body["prompt"]
-        several = (
-            isinstance(prompt, list)
-            and bool(prompt)
-            and (
-                all(isinstance(p, str) for p in prompt) or any(isinstance(p, list) for p in prompt)
-            )
-        )
-        if several:
-            return [self._prompt_ids(p) for p in prompt], True
-        return [self._prompt_ids(prompt)], False
-
-    # work
 
     def _work(self, conn: Connection, request: Request, number: int) -> None:
         with self._engine.changed:
@@ -581,12 +261,14 @@ class Server:
         if self._options.on("embeddings") or self._options.on("reranking"):
             why = "the current context does not support logits computation. skipping"
             raise HttpError(500, why)
-        body = self._json(request)
+        body = json_body(request, self._world)
         form = replies.format_for(request.path) or replies.Format
         if "max_output_tokens" in body:
             body["max_tokens"] = body["max_output_tokens"]
-        prompts, several = ([self._chat_ids(body)], False) if form.chat else self._prompts(body)
-        jobs = [self._job(conn, number, ids, body) for ids in prompts]
+        given, several = (
+            ([chat_ids(body, self._world)], False) if form.chat else prompts(body, self._world)
+        )
+        jobs = [self._job(conn, number, ids, body) for ids in given]
         answers = [form(job, body, self._names[0], self._build) for job in jobs]
         started_s = time.monotonic()
         ended = "left"
@@ -683,8 +365,10 @@ class Server:
 
     def _embed(self, conn: Connection, request: Request, number: int) -> None:
         if not self._options.on("embeddings"):
-            raise self._unsupported("embeddings", "--embeddings")
-        body = self._json(request)
+            raise unsupported("embeddings", "--embeddings")
+        import base64  # as hashlib
+
+        body = json_body(request, self._world)
         given = body.get("input", body.get("content"))
         if not given:
             raise HttpError(400, '"input" or "content" must be provided')
@@ -707,8 +391,8 @@ class Server:
 
     def _rerank(self, conn: Connection, request: Request, number: int) -> None:
         if not self._options.on("reranking"):
-            raise self._unsupported("reranking", "--reranking")
-        body = self._json(request)
+            raise unsupported("reranking", "--reranking")
+        body = json_body(request, self._world)
         query, documents = body.get("query"), body.get("documents", body.get("texts"))
         if not isinstance(query, str):
             raise HttpError(400, '"query" must be provided')

@@ -11,7 +11,6 @@ import threading
 import time
 from itertools import pairwise
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
 
 from .knobs import Chunks
 
@@ -67,9 +66,8 @@ class Request:
         self.headers = headers
         self.lines = lines
         self.body = body
-        parts = urlsplit(target)
-        self.path = parts.path
-        self.query = {key: values[-1] for key, values in parse_qs(parts.query).items()}
+        self.path, _, query = target.partition("?")
+        self.query = dict(pair.split("=", 1) for pair in query.split("&") if "=" in pair)
 
 
 class Connection:
