@@ -11,7 +11,7 @@ from pathlib import Path
 
 import click
 
-from onebit_serve.core.errors import ConfigError, OnebitError, UsageError
+from onebit_serve.core.errors import ConfigError, UsageError
 
 __all__ = ["command"]
 
@@ -42,8 +42,8 @@ def command(  # noqa: PLR0917 - click passes options by name
     Exit 0: all that was asked for ran and passed. 1: something failed. 2: usage. 4: something
     did not run.
     """
-    try:
-        code = _run(
+    raise SystemExit(
+        _run(
             level,
             config=config,
             profile=profile,
@@ -53,12 +53,7 @@ def command(  # noqa: PLR0917 - click passes options by name
             report=report,
             record=record,
         )
-    except OnebitError as error:
-        print(f"1bit gate: {error.message}", file=sys.stderr)
-        if error.hint:
-            print(f"hint: {error.hint}", file=sys.stderr)
-        code = error.exit_code
-    raise SystemExit(code)
+    )
 
 
 def _run(
@@ -76,6 +71,7 @@ def _run(
 
     from onebit_serve.core.gate.config import parse, select
     from onebit_serve.gate.evidence import Evidence, state_folder
+    from onebit_serve.gate.record import RECORDED
     from onebit_serve.gate.run import Order, run
     from onebit_serve.live import machine
     from onebit_serve.live.device_lock import device_lock, lock_name
@@ -83,9 +79,9 @@ def _run(
     env = dict(os.environ)
     place = Path(config or _DEFAULT_CONFIG)
     gate = parse(_read(place), str(place), env)
+    chosen = select(gate, "full" if record else level, profile, models, checks)
     if record and not checks:
-        checks = ("kat", "kld")
-    chosen = select(gate, level, profile, models, checks)
+        chosen = [(model, tuple(c for c in run if c in RECORDED)) for model, run in chosen]
     program = machine.find_llama_server(binary, None, env)
     stamp = datetime.now(timezone.utc).strftime("%Y%m%d-%H%M%S")
     folder = Path(report) if report else state_folder(env) / "reports" / stamp

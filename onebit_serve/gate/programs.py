@@ -78,7 +78,9 @@ def _bytes(path: Path) -> bytes:
 
 async def _probe(client: Client) -> None:
     prompt = (await client.tokenize(_PROBE_TEXT))[:_PROBE_TOKENS]
-    answer = await client.complete(prompt, _PROBE_DECODES, cache=False, grammar=_LETTERS)
+    answer = await client.complete(
+        prompt, _PROBE_DECODES, cache=False, grammar=_LETTERS, ignore_eos=True
+    )
     if isinstance(answer, str):
         raise ServerError(answer)
 

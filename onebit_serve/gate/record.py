@@ -17,7 +17,11 @@ from onebit_serve.gate import requests
 from onebit_serve.gate.evidence import write_whole
 from onebit_serve.gate.serving import ServerError, Subject, serving
 
-__all__ = ["kept_answers", "record"]
+__all__ = ["RECORDED", "kept_answers", "record"]
+
+# The checks that compare with a reference.
+RECORDED = ("kat", "kld")
+
 
 # A floor this near to the limit would make alarms out of noise.
 _ROOM = 2.0
@@ -72,7 +76,7 @@ async def record(
         A finding for each check asked for.
     """
     findings = {c: not_run("it has no reference to record") for c in checks}
-    wanted = [c for c in checks if c in {"kat", "kld"}]
+    wanted = [c for c in checks if c in RECORDED]
     if not wanted:
         return findings
     stored = _stored(place, origin)

@@ -43,7 +43,7 @@ async def record_answers(client: Client, model: Model) -> tuple[Answer, ...]:
     answers: list[Answer] = []
     for question in model.kat.questions:
         messages = [{"role": "user", "content": question.user}]
-        prompt = await client.prompt(messages, model.needle.template)
+        prompt = await client.prompt(messages, model.template)
         said = await client.complete(
             prompt, model.kat.tokens, cache=False, probabilities=2, grammar=model.kat.grammar
         )
@@ -79,8 +79,10 @@ async def _distribution(
     client: Client, prompt: tuple[int, ...], ask: int, *, cache: bool
 ) -> Distribution:
     said = await client.complete(prompt, 1, cache=cache, probabilities=ask)
-    if isinstance(said, str) or not said.distributions:
-        return Distribution((), ())
+    if isinstance(said, str):
+        raise ServerError(f"after {len(prompt)} tokens {said}")
+    if not said.distributions or not said.distributions[0].ids:
+        raise ServerError("the server reports no token probabilities (n_probs)")
     return said.distributions[0]
 
 
@@ -104,8 +106,8 @@ async def _positions(
 def _wanted(model: Model, texts: dict[str, tuple[int, ...]]) -> list[tuple[str, int, str]]:
     wanted: list[tuple[str, int, str]] = []
     for name, ids in texts.items():
-        first = model.kld.context_tokens
-        last = min(len(ids), first + model.kld.positions - 1)
+        last = len(ids)
+        first = max(model.kld.context_tokens, last - model.kld.positions + 1)
         # The first is computed anew so that nothing of an earlier request is in it.
         wanted += [(name, n, "prefill" if n == first else "decode") for n in range(first, last + 1)]
         step = max(1, (last - first) // max(1, model.kld.prefill_positions))
@@ -133,8 +135,6 @@ async def record_positions(
         if len(ids) <= model.kld.context_tokens:
             raise ServerError(f"the text {name} is only {len(ids)} tokens long")
     taken = await _positions(client, texts, _wanted(model, texts), model.kld.ask)
-    if any(not position.distribution.ids for position in taken):
-        raise ServerError("the server reports no token probabilities (n_probs)")
     return texts, tuple(
         Position(p.text, p.tokens, p.path, _rounded(p.distribution, model.kld.top_k)) for p in taken
     )
@@ -177,8 +177,8 @@ async def _chat(client: Client, model: Model, content: str) -> tuple[str, int, s
         "temperature": 0,
         "cache_prompt": False,
     }
-    if model.needle.template:
-        body["chat_template_kwargs"] = model.needle.template
+    if model.template:
+        body["chat_template_kwargs"] = model.template
     status, answer = await client.post("/v1/chat/completions", body)
     if status != _OK:
         return "", 0, f"the server answered {status}: {problem(answer)}"
@@ -202,7 +202,7 @@ async def check_needle(client: Client, model: Model) -> tuple[Finding, object]:
             len(
                 await client.prompt(
                     [{"role": "user", "content": needle.user_text(fact, count, 0.5)}],
-                    model.needle.template,
+                    model.template,
                 )
             )
             for count in (0, _SAMPLE_SENTENCES)
@@ -228,7 +228,7 @@ async def check_reuse(client: Client, model: Model) -> tuple[Finding, object]:
     system = "You answer in one short sentence. Use these notes. "
     sample = len(await client.tokenize(_LETTERS))
     system += _LETTERS * max(1, round(model.reuse.prefix_tokens / sample))
-    template = model.needle.template
+    template = model.template
 
     async def tokens_of(user: str) -> tuple[int, ...]:
         messages = [{"role": "system", "content": system}, {"role": "user", "content": user}]
@@ -298,7 +298,7 @@ async def timed_load(client: Client, model: Model) -> warm.Load:
             model.warm.decode_tokens,
             cache=False,
             grammar=model.warm.grammar,
-            ignore_eos=not model.warm.grammar,
+            ignore_eos=True,
         )
         if isinstance(said, str):
             raise ServerError(f"request {number + 1}: {said}")

@@ -27,7 +27,7 @@ from onebit_serve.core.gate.verdict import (
 from onebit_serve.gate import programs, requests
 from onebit_serve.gate.evidence import Evidence, Kept, state_folder
 from onebit_serve.gate.identify import MissingError, identify, model_path
-from onebit_serve.gate.record import record
+from onebit_serve.gate.record import RECORDED, record
 from onebit_serve.gate.serving import SERVE, Client, ServerError, Subject, serving
 
 __all__ = ["Order", "run"]
@@ -261,7 +261,7 @@ class _Gate:
         reference, lack = self._reference(name, origin)
         left = []
         for check in checks:
-            if check in {"kat", "kld"} and reference is None:
+            if check in RECORDED and reference is None:
                 self._add(name, check, not_run(lack))
             else:
                 left.append(check)

@@ -91,8 +91,8 @@ class Kld(_Table, frozen=True):
 
     Args:
         texts: What is read.
-        context_tokens: Tokens before the first position.
-        positions: Positions a text, each one token after the last.
+        context_tokens: Fewest tokens before the first position.
+        positions: Positions a text, its last ones, each one token after the last.
         prefill_positions: Positions a text that are computed anew from the start as well, so that
             the prefill of whole batches is looked at and not only single steps.
         top_k: Tokens stored of each distribution; the others are one bucket.
@@ -134,7 +134,6 @@ class Needle(_Table, frozen=True):
         facts: What is hidden; each is asked for at each depth.
         reply_tokens: Longest reply in tokens.
         max_missed: Replies that may miss the fact.
-        template: `chat_template_kwargs` of the requests (`enable_thinking = false`, say).
     """
 
     tokens: int = 7000
@@ -142,7 +141,6 @@ class Needle(_Table, frozen=True):
     facts: tuple[needle.Fact, ...] = ()
     reply_tokens: int = 64
     max_missed: int = 0
-    template: dict[str, Any] = {}
 
 
 class Ops(_Table, frozen=True):
@@ -235,6 +233,7 @@ class Model(_Table, frozen=True):
         ctx_size: Context in tokens.
         args: Further arguments of the llama-server. They belong to the reference.
         env: Further variables of its environment.
+        template: `chat_template_kwargs` of every chat (`enable_thinking = false`, say).
         omit: Checks that this model leaves out, by name.
     """
 
@@ -245,6 +244,7 @@ class Model(_Table, frozen=True):
     ctx_size: int = 8192
     args: tuple[str, ...] = ()
     env: dict[str, str] = {}
+    template: dict[str, Any] = {}
     omit: tuple[str, ...] = ()
     kat: Kat = Kat()
     kld: Kld = Kld()
