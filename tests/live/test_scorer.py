@@ -224,8 +224,9 @@ async def test_a_scorer_that_fails_means_the_default_device(reply, word) -> None
     ]
 
 
-@pytest.mark.usefixtures("autojump_clock")
-async def test_a_slow_scorer_means_the_default_device_at_the_deadline() -> None:
+async def test_a_slow_scorer_means_the_default_device_at_the_deadline(
+    autojump_clock,  # noqa: ARG001  # pytest-trio looks for it among the arguments
+) -> None:
     async def request(_method, _path, _body):
         await trio.sleep(60)
 
