@@ -1,10 +1,5 @@
 from __future__ import annotations
 
-import sys
-from collections import Counter
-from itertools import combinations
-from random import Random
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,14 +9,12 @@ from onebit_serve.core.ladder import (
     Request,
     Warmed,
     calibrate,
-    choose,
     climb,
     default_first_s,
     learn,
     warms,
 )
 from onebit_serve.core.shapes import (
-    Demand,
     Histogram,
     Shape,
     ShapeModel,
@@ -45,44 +38,6 @@ histograms = st.builds(
     decode=st.dictionaries(st.integers(1, 4), st.floats(0.1, 300), max_size=4),
 )
 models = st.sampled_from([SMALL, SMALL_HYBRID, VULKAN])
-
-
-def best_of_all(wanted, price, budget_s):
-    """Try every set of shapes."""
-    shapes = sorted(price)
-    best = 0.0
-    for size in range(len(shapes) + 1):
-        for some in combinations(shapes, size):
-            if sum(price[shape] for shape in some) <= budget_s:
-                best = max(best, wanted.mass(some))
-    return best
-
-
-@settings(max_examples=40, deadline=None)
-@given(
-    st.sampled_from([SMALL, SMALL_HYBRID]),
-    histograms,
-    st.floats(0.0, 2.5),
-    st.randoms(use_true_random=False),
-)
-def test_the_choice_is_within_5_percent_of_the_best_of_all_choices(model, past, budget_s, random):
-    wanted = demand(model, past)
-    price = {shape: random.uniform(0.13, 0.2) for shape in model.full_set()}
-    chosen = choose(wanted, price, budget_s)
-    assert sum(price[shape] for shape in chosen) <= budget_s + 1e-9
-    # Rounding costs up to 2.5 ms must not lose a shape: the best is asked for a little less.
-    best = best_of_all(wanted, price, budget_s - 0.0025 * len(price))
-    assert wanted.mass(chosen) >= 0.95 * best - 1e-9
-
-
-@settings(max_examples=25, deadline=None)
-@given(models, histograms, st.lists(st.floats(0.0, 14.0), min_size=2, max_size=5))
-def test_more_budget_never_warms_less_likely_mass(model, past, budgets):
-    wanted = demand(model, past)
-    random = Random(len(past.prefill))
-    price = {shape: random.choice([0.02, 0.15, 0.9, 3.0]) for shape in model.full_set()}
-    masses = [wanted.mass(choose(wanted, price, budget)) for budget in sorted(budgets)]
-    assert masses == sorted(masses) or masses == pytest.approx(sorted(masses))
 
 
 @settings(max_examples=30, deadline=None)
@@ -172,42 +127,6 @@ def test_requests_fit_a_small_context():
     model = ShapeModel(Splitting(), classes_for("hrx"), 1, context_tokens=128)
     ladder = climb(model, demand(model), COSTS, 3.0, idle_max_s=0)
     assert max(r.prompt_tokens for r in (*ladder.before, *ladder.idle)) < 128
-
-
-def traffic(kind, count, random):
-    """Draw the prefill sizes of one kind of traffic."""
-    if kind == "flat":
-        return [random.randint(1, 8192) for _ in range(count)]
-    if kind == "agents":  # a shared prefix is cached; tools answer with a few fixed lengths
-        return [
-            random.choice([37, 61, 61, 118, 430])
-            if random.random() < 0.7
-            else random.randint(20, 900)
-            for _ in range(count)
-        ]
-    return [max(1, int(random.lognormvariate(3.7, 0.7))) for _ in range(count)]
-
-
-@pytest.mark.parametrize("kind", ["flat", "agents", "chat"])
-def test_the_share_of_free_requests_is_near_the_best_for_real_traffic_mixes(kind, capsys):
-    random = Random(7)
-    model = ShapeModel(Splitting(), classes_for("hrx"), 1)
-    stored = Counter(traffic(kind, 3000, random))
-    past = Histogram(prefill={n: float(count) for n, count in stored.items()})
-    budget_s = 3.0
-    price = {shape: random.uniform(0.14, 0.2) for shape in model.full_set()}
-    chosen = choose(demand(model, past), price, budget_s)
-    future = Counter(traffic(kind, 200_000, random))
-    total = sum(future.values())
-    truth = Demand(tuple((model.prefill(n), count / total) for n, count in sorted(future.items())))
-    # The choice of one that knows the future: an upper bound of what any choice could reach.
-    best = truth.mass(choose(truth, price, budget_s))
-    share = truth.mass(chosen)
-    with capsys.disabled():
-        sys.stdout.write(f"\n{kind}: {share:.1%} of requests pay nothing, at best {best:.1%}\n")
-    assert share >= best - 0.05
-    # For flat traffic the bound is mostly luck in the drawing of the future; the share is small.
-    assert share >= (0.85 if kind == "flat" else 0.95) * best
 
 
 def test_a_first_use_is_learnt_from_the_difference_to_the_second():
