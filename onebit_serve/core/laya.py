@@ -15,12 +15,14 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 
+from onebit_serve.core.errors import ConfigError
 from onebit_serve.core.policy import Routes
 
 __all__ = [
@@ -39,6 +41,7 @@ __all__ = [
     "opening",
     "question",
     "read_answer",
+    "scorer_port",
 ]
 
 # Code points. Long pasted texts are Laya's slowest and worst decisions (30 to 56 % right).
@@ -62,6 +65,7 @@ _CRITERIA = {
 }
 _INSTRUCTIONS = "What kind of answer does this request need?"
 _QUESTION = "kind"
+_LAST_PORT = 65535
 
 # One for each length that a scorer compiles on its own at first use (64, 128, 256 and 512 tokens in
 # ggmlc's laya); a word is about a token, and the question itself takes about 60.
@@ -177,6 +181,24 @@ def question(text: str, model: str = "laya") -> dict[str, Any]:
     criteria: dict[str, Any] = dict(_CRITERIA)
     asked = {"type": "choice", "instructions": _INSTRUCTIONS, "criteria": criteria}
     return {"state": text, "model": model, "questions": {_QUESTION: asked}}
+
+
+def scorer_port(url: str) -> int:
+    """Return the port of a scorer's address, which must be on this machine.
+
+    Args:
+        url: `http://127.0.0.1:PORT`, with or without `/v1/systemone`.
+
+    Raises:
+        ConfigError: It is no such address; what users write stays on this machine.
+    """
+    found = re.fullmatch(r"http://(?:127\.0\.0\.1|localhost):(\d{1,5})/?(?:v1/systemone)?", url)
+    if not found or not 0 < int(found[1]) <= _LAST_PORT:
+        raise ConfigError(
+            f"{url} is no address of a scorer on this machine",
+            hint="write http://127.0.0.1:PORT",
+        )
+    return int(found[1])
 
 
 class BadAnswerError(ValueError):

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from onebit_serve.core.errors import ConfigError
 from onebit_serve.core.laya import (
     BadAnswerError,
     Choice,
@@ -15,6 +16,7 @@ from onebit_serve.core.laya import (
     opening,
     question,
     read_answer,
+    scorer_port,
 )
 from onebit_serve.core.policy import Routes
 
@@ -228,3 +230,29 @@ def test_counts_are_kept_by_class_and_device() -> None:
     samples = {name: (labels, value) for name, labels, value in tally.samples()}
     assert samples["route_decisions_total"] == ({"class": "code", "device": "vulkan"}, 2)
     assert samples["laya_failures_total"] == ({"reason": "slow"}, 1)
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["http://127.0.0.1:8077", "http://localhost:8077/", "http://127.0.0.1:8077/v1/systemone"],
+)
+def test_a_scorers_address_is_a_port_of_this_machine(url) -> None:
+    assert scorer_port(url) == 8077
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "",
+        "127.0.0.1:8077",
+        "https://127.0.0.1:8077",
+        "http://example.org:8077",
+        "http://127.0.0.1",
+        "http://127.0.0.1:0",
+        "http://127.0.0.1:65536",
+        "http://127.0.0.1:8077@example.org:80",
+    ],
+)
+def test_any_other_address_is_refused(url) -> None:
+    with pytest.raises(ConfigError):
+        scorer_port(url)
