@@ -97,7 +97,7 @@ def test_batches_begin_where_the_model_says(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(1200, method="signal")
 def test_discovery_finds_the_classes_of_software_vulkan(real_llama_server, tiny_models, tmp_path):
     env = {"MESA_SHADER_CACHE_DISABLE": "true", "GGML_VK_VISIBLE_DEVICES": "0"}
     listed = subprocess.run(
@@ -111,7 +111,17 @@ def test_discovery_finds_the_classes_of_software_vulkan(real_llama_server, tiny_
     if "llvmpipe" not in listed.stdout + listed.stderr:
         pytest.skip("there is no software Vulkan here")
     model = tiny_models / "tiny-llama.gguf"
-    command = [real_llama_server, "-m", str(model), "--device", "Vulkan0", "-ngl", "99"]
+    command = [
+        real_llama_server,
+        "-m",
+        str(model),
+        "--device",
+        "Vulkan0",
+        "-ngl",
+        "99",
+        "-fa",
+        "off",
+    ]
     discovery = Discovery(512)
     with running([*command, "-c", "1024", "-np", "1"], tmp_path / "log", env) as client:
         while (tokens := discovery.next()) is not None:
