@@ -27,7 +27,7 @@ _DEFAULT_CONFIG = "configs/hw-gate.toml"
 @click.option("--binary", metavar="PATH", help="The llama-server to check.")
 @click.option("--record", is_flag=True, help="Write references instead of checking against them.")
 @click.option("--report", metavar="DIR", help="Where reports and evidence go.")
-def command(  # noqa: PLR0917 - click passes options by name
+def command(
     level: str,
     config: str | None,
     profile: str,

@@ -82,6 +82,8 @@ def judge(loads: list[Load], limits: Limits) -> Finding:
     """
     if not loads or any(len(load.requests) < 2 for load in loads):  # noqa: PLR2004 - one and a next
         return not_run("no load answered the first request and a next one")
+    if any(min(r.prompt_per_s, r.predicted_per_s) <= 0 for load in loads for r in load.requests):
+        return not_run("the server reports no timings")
     prefill, decode = _medians(loads)
     figure = f"request 1 prefill {-prefill:+.1%} decode {-decode:+.1%} over {len(loads)} loads"
     limit = f"prefill -{limits.prefill:.0%} decode -{limits.decode:.0%}"
