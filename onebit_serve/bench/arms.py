@@ -32,6 +32,7 @@ import trio
 from onebit_serve.bench import surroundings
 from onebit_serve.bench.client import Endpoint, endpoint, resolve
 from onebit_serve.bench.run import Recorder, Settings, measure, new_run
+from onebit_serve.core.caches import CACHES
 from onebit_serve.core.errors import OnebitError, UsageError
 from onebit_serve.core.report import against_itself
 from onebit_serve.core.results import Request, Results, merge
@@ -52,15 +53,8 @@ _STOP_S = 45.0
 _READ_BYTES = 65536
 _DEATH_SIGNAL = ("setpriv", "--pdeathsig", "TERM", "--")  # util-linux; else an orphan is possible
 
-# Where drivers keep compiled kernels and pipelines: Mesa, NVIDIA's GL, CUDA, AMD's compiler; and
-# the state directory, where this project keeps the shapes of past traffic.
-_CACHES = (
-    "MESA_SHADER_CACHE_DIR",
-    "__GL_SHADER_DISK_CACHE_PATH",
-    "CUDA_CACHE_PATH",
-    "AMD_COMGR_CACHE_DIR",
-    "XDG_STATE_HOME",
-)
+# Where drivers keep what they compiled, and where this project keeps the shapes of past traffic.
+_CACHES = (*dict.fromkeys(cache.variable for cache in CACHES), "XDG_STATE_HOME")
 
 
 class Arm(msgspec.Struct, frozen=True):

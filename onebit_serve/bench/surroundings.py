@@ -134,8 +134,10 @@ def find_server(where: Endpoint) -> psutil.Process | None:
         return None
     try:
         for connection in psutil.net_connections(kind="tcp"):
-            listens = connection.status == psutil.CONN_LISTEN and connection.pid
-            if listens and connection.laddr.port == where.port:
+            place = connection.laddr
+            if connection.status != psutil.CONN_LISTEN or not place or not connection.pid:
+                continue
+            if place.port == where.port:
                 return psutil.Process(connection.pid)
     except (psutil.Error, OSError):
         return None
