@@ -54,7 +54,10 @@ _READ_BYTES = 65536
 _DEATH_SIGNAL = ("setpriv", "--pdeathsig", "TERM", "--")  # util-linux; else an orphan is possible
 
 # Where drivers keep what they compiled, and where this project keeps the shapes of past traffic.
-_CACHES = (*dict.fromkeys(cache.variable for cache in CACHES), "XDG_STATE_HOME")
+_CACHES = (
+    *sorted({cache.variable for caches in CACHES.values() for cache in caches}),
+    "XDG_STATE_HOME",
+)
 
 
 class Arm(msgspec.Struct, frozen=True):
