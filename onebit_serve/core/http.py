@@ -11,7 +11,7 @@ are taken out (RFC 9110, section 7.6.1).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import httptools
 import msgspec
@@ -27,6 +27,7 @@ __all__ = [
     "request_bytes",
     "response_head",
     "too_large",
+    "without",
 ]
 
 _HOP_BY_HOP = frozenset(
@@ -47,6 +48,8 @@ _OF_THE_FRAMING = frozenset(
     {b"connection", b"content-length", b"expect", b"host", b"transfer-encoding"}
 )
 _SPACES = 2  # of a request line
+_BODILESS = frozenset({"GET", "HEAD", "OPTIONS", "DELETE"})
+_LONGEST_PLAIN_CONNECTION = len("keep-alive")  # a longer value may name other headers
 _NO_CONTENT, _NOT_MODIFIED = 204, 304
 
 Headers = tuple[tuple[bytes, bytes], ...]
@@ -254,7 +257,7 @@ def too_large(limit_bytes: int) -> str:
 def request_bytes(
     method: str,
     target: bytes,
-    headers: Iterable[tuple[bytes, bytes]],
+    headers: Sequence[tuple[bytes, bytes]],
     body: bytes,
     *,
     host: bytes,
@@ -270,14 +273,15 @@ def request_bytes(
         host: Value of `Host`.
         close: Whether to ask for the connection to be closed after the reply.
     """
-    headers = tuple(headers)
     dropped = _OURS_UPSTREAM
+    lines = [f"{method} ".encode("ascii"), target, b" HTTP/1.1\r\nhost: ", host, b"\r\n"]
     for name, value in headers:
-        if name == b"connection":
+        if name == b"connection" and len(value) > _LONGEST_PLAIN_CONNECTION:
             dropped = dropped | {token.strip().lower() for token in value.split(b",")}
-    lines = [b"%s %s HTTP/1.1\r\nhost: %s\r\n" % (method.encode("ascii"), target, host)]
-    lines += [b"%s: %s\r\n" % pair for pair in headers if pair[0] not in dropped]
-    if body or method not in ("GET", "HEAD", "OPTIONS", "DELETE"):
+    for name, value in headers:
+        if name not in dropped:
+            lines += (name, b": ", value, b"\r\n")
+    if body or method not in _BODILESS:
         lines.append(b"content-length: %d\r\n" % len(body))
     lines.append(b"connection: close\r\n\r\n" if close else b"\r\n")
     lines.append(body)
@@ -348,14 +352,14 @@ class ResponseHead(msgspec.Struct, frozen=True):
     """A response head on its way to the client.
 
     Args:
-        lines: Status line and header lines without the hop-by-hop ones, each with its CR LF; the
-            empty line is left to the caller.
+        lines: Status line and header lines without the hop-by-hop ones, each with its CR LF, but
+            with the transfer coding; the empty line is left to the caller.
         chunked: Whether the body comes in chunks.
         length: Value of `Content-Length`, or `None`.
         event_stream: Whether the body is `text/event-stream`.
     """
 
-    lines: list[bytes]
+    lines: bytes
     chunked: bool
     length: int | None
     event_stream: bool
@@ -367,25 +371,34 @@ def response_head(raw: bytes) -> ResponseHead:
     Args:
         raw: The head with its empty line, already accepted by a `ResponseFramer`.
     """
-    status, *fields = raw.split(b"\r\n")
-    lines = [b"HTTP/1.1" + status[8:] + b"\r\n"]
+    status, *fields = raw[:-4].split(b"\r\n")
+    kept = [b"HTTP/1.1" + status[8:]]
     chunked, length, event_stream = False, None, False
     for field in fields:
         name, _, value = field.partition(b":")
         name = name.lower()
-        if name == b"transfer-encoding":
-            chunked = b"chunked" in value.lower()
-        elif name == b"content-length":
+        if name == b"content-length":
             length = int(value)
+        elif name == b"transfer-encoding":
+            chunked = b"chunked" in value.lower()
         elif name == b"content-type":
-            event_stream = value.strip().startswith(b"text/event-stream")
-        if name and name not in _HOP_BY_HOP:
-            lines.append(field + b"\r\n")
-    if chunked:
-        lines.append(b"Transfer-Encoding: chunked\r\n")
+            event_stream = value.lstrip().startswith(b"text/event-stream")
+        elif name in _HOP_BY_HOP:
+            continue
+        kept.append(field)
     if event_stream:
-        lines.append(b"X-Accel-Buffering: no\r\n")  # nginx in front of us passes each event on
-    return ResponseHead(lines, chunked, length, event_stream)
+        kept.append(b"X-Accel-Buffering: no")  # nginx in front of us passes each event on
+    kept.append(b"")
+    return ResponseHead(b"\r\n".join(kept), chunked, length, event_stream)
+
+
+def without(lines: bytes, *names: bytes) -> bytes:
+    """Return a response head's lines without those headers; names in lower case."""
+    return b"".join(
+        line
+        for line in lines.splitlines(keepends=True)
+        if line.partition(b":")[0].lower() not in names
+    )
 
 
 class Reply(msgspec.Struct, frozen=True):

@@ -89,15 +89,15 @@ def choose(method: str, path: str) -> Page | Relayed | Refusal:
         if method in ("GET", "HEAD", "OPTIONS"):
             return page
         return Refusal(405, f"{path} is read with GET", "method_not_allowed")
-    known_post = path in _RELAYED_POST or _SLOT.fullmatch(path)
-    known_get = path in _RELAYED_GET or (_ASSET.fullmatch(path) and ".." not in path)
-    if method == "POST" and known_post:
+    if method == "POST" and path in _RELAYED_POST:
         return "relayed"
-    if method in ("GET", "HEAD") and known_get:
+    answers_post = path in _RELAYED_POST or _SLOT.fullmatch(path) is not None
+    answers_get = path in _RELAYED_GET or (_ASSET.fullmatch(path) is not None and ".." not in path)
+    if answers_post and method in ("POST", "OPTIONS"):
         return "relayed"
-    if method == "OPTIONS" and (known_post or known_get):
+    if answers_get and method in ("GET", "HEAD", "OPTIONS"):
         return "relayed"
-    if known_post or known_get:
-        wanted = "POST" if known_post else "GET"
+    if answers_post or answers_get:
+        wanted = "POST" if answers_post else "GET"
         return Refusal(405, f"{path} is asked with {wanted}", "method_not_allowed")
     return Refusal(404, f"there is no route {path} here", "not_found")

@@ -15,6 +15,7 @@ from __future__ import annotations
 import errno
 import math
 import socket
+import time
 
 import msgspec
 import trio
@@ -147,7 +148,7 @@ class Door:
         """
         while True:
             await trio.sleep(_LATE_LOOK_S)
-            now_s = trio.current_time()
+            now_s = time.monotonic()
             for connection in self._connections:
                 if connection.due_s < now_s:
                     connection.scope.cancel()
@@ -178,7 +179,7 @@ class _Connection:
         scope: Cancelled when the client is gone or late.
 
     Attributes:
-        due_s: When the client must have done what is waited for, on trio's clock.
+        due_s: When the client must have done what is waited for, on the monotonic clock.
     """
 
     def __init__(self, door: Door, sock: socket.socket, scope: trio.CancelScope) -> None:
@@ -204,7 +205,7 @@ class _Connection:
                 return
 
     def _allow(self, seconds: float) -> None:
-        self.due_s = trio.current_time() + seconds
+        self.due_s = time.monotonic() + seconds
 
     async def _receive(self) -> bytes:
         while True:

@@ -17,6 +17,7 @@ import enum
 import selectors
 import socket
 import threading
+from typing import Protocol
 
 import httptools
 import trio
@@ -36,15 +37,14 @@ class Ended(enum.Enum):
     CLIENT_GONE = "the client can no longer be written to"
 
 
-class Progress:
+class Progress(Protocol):
     """Counts blocks, so that somebody else can see whether a request still moves.
 
     Attributes:
         blocks: Blocks received from the backend so far.
     """
 
-    def __init__(self) -> None:
-        self.blocks = 0
+    blocks: int
 
 
 class _Body:

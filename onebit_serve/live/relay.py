@@ -31,6 +31,7 @@ from onebit_serve.core.http import (
     ResponseHead,
     request_bytes,
     response_head,
+    without,
 )
 from onebit_serve.live.pump import Ended, Pump
 from onebit_serve.live.supervise import Lease
@@ -41,7 +42,6 @@ __all__ = ["ClientGoneError", "CutError", "Errand", "relay"]
 _BLOCK_BYTES = 65536
 _HEAD_LIMIT_BYTES = 65536
 _REPLY_LIMIT_BYTES = 64 << 20  # of replies that must be held whole to be put together
-_OF_THE_BODY = (b"transfer-encoding", b"content-length")
 
 
 class ClientGoneError(Exception):
@@ -214,6 +214,10 @@ def _closing(errand: Errand, head: ResponseHead, framer: ResponseFramer) -> bool
     return not errand.head.keep_alive or errand.head.http_1_0 or not framed
 
 
+def _ending(closing: bool) -> bytes:  # noqa: FBT001
+    return b"Connection: close\r\n\r\n" if closing else b"\r\n"
+
+
 async def _copy(
     errand: Errand,
     client: socket.socket,
@@ -226,16 +230,14 @@ async def _copy(
     sock, framer, _, rest = opened
     closing = _closing(errand, head, framer)
     unchunk = errand.head.http_1_0 and head.chunked
-    lines = [*head.lines, *errand.headers]
+    lines = head.lines
     if unchunk:
-        lines.remove(b"Transfer-Encoding: chunked\r\n")
-        rest = framer.take_body()
-    lines.append(b"Connection: close\r\n\r\n" if closing else b"\r\n")
-    last = b"".join(lines) + rest
+        lines, rest = without(lines, b"transfer-encoding"), framer.take_body()
+    last = b"".join((lines, *errand.headers, _ending(closing), rest))
     await _send(client, last)
     if framer.complete or framer.bodiless:
         return not closing
-    ended, moved = await pump.carry(sock, client, framer, lease.progress, unchunk=unchunk)
+    ended, moved = await pump.carry(sock, client, framer, lease, unchunk=unchunk)
     if ended is Ended.CLIENT_GONE:
         raise ClientGoneError
     to_the_end = not head.chunked and head.length is None
@@ -262,31 +264,26 @@ async def _translate(
 ) -> bool:
     """Pass on a reply whose body is not the backend's own: put together, or with another model."""
     closing = not errand.head.keep_alive or errand.head.http_1_0
-    lines = [line for line in head.lines if _header(line) not in _OF_THE_BODY]
-    lines += errand.headers
-    ending = b"Connection: close\r\n\r\n" if closing else b"\r\n"
+    lines = without(head.lines, b"transfer-encoding", b"content-length")
+    ours = (*errand.headers, _ending(closing))
     if head.event_stream and not errand.assemble and not errand.head.http_1_0:
-        await _send(client, b"".join([*lines, b"Transfer-Encoding: chunked\r\n", ending]))
+        await _send(client, b"".join((lines, b"Transfer-Encoding: chunked\r\n", *ours)))
         await _rename_events(errand, client, opened, head)
         return not closing
     whole = await _whole_body(opened, head)
     if errand.assemble and head.event_stream:
         assembler = wire.Assembler()
         assembler.feed(whole)
-        lines = [line for line in lines if _header(line) != b"content-type"]
-        lines.append(b"Content-Type: application/json; charset=utf-8\r\n")
+        lines = without(lines, b"content-type", b"x-accel-buffering")
+        lines += b"Content-Type: application/json; charset=utf-8\r\n"
         if assembler.error is not None:
-            lines[0] = b"HTTP/1.1 500 Internal Server Error\r\n"
+            lines = b"HTTP/1.1 500 Internal Server Error" + lines[lines.index(b"\r\n") :]
         whole = assembler.body()
     elif errand.model:
         whole = wire.rename(whole, errand.model)
     length = b"Content-Length: %d\r\n" % len(whole)
-    await _send(client, b"".join([*lines, length, ending, whole]))
+    await _send(client, b"".join((lines, length, *ours, whole)))
     return not closing
-
-
-def _header(line: bytes) -> bytes:
-    return line.partition(b":")[0].lower()
 
 
 async def _rename_events(

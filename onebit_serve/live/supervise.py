@@ -14,6 +14,7 @@ import math
 import os
 import random
 import socket
+import time
 from collections.abc import Callable
 
 import trio
@@ -25,7 +26,6 @@ from onebit_serve.core.view import BackendView
 from onebit_serve.live import probe
 from onebit_serve.live.child import Child, Exit
 from onebit_serve.live.log import Log
-from onebit_serve.live.pump import Progress
 from onebit_serve.live.upstream import HOST, Upstream
 
 __all__ = ["Backend", "Lease"]
@@ -49,7 +49,7 @@ class _Episode:
         self.port = port
         self.child = child
         self.upstream = Upstream(port)
-        self.spawned_s = trio.current_time()
+        self.spawned_s = time.monotonic()
         self.heard_s = self.spawned_s
         self.output = trio.Event()
         self.scope = trio.CancelScope()
@@ -57,7 +57,7 @@ class _Episode:
 
     def hear(self) -> None:
         """Note that the child showed a sign of life."""
-        self.heard_s = trio.current_time()
+        self.heard_s = time.monotonic()
 
     def on_output(self) -> None:
         """Wake the health poll: a line may mean that the model is loaded."""
@@ -71,15 +71,17 @@ class Lease:
     Attributes:
         upstream: The child's connections.
         sock: The connection in use, while there is one.
-        progress: Counts the blocks of the reply.
+        blocks: Blocks of the reply's body received so far.
     """
+
+    __slots__ = ("_backend", "_episode", "blocks", "sock", "upstream")
 
     def __init__(self, backend: Backend, episode: _Episode) -> None:
         self._backend = backend
         self._episode = episode
         self.upstream = episode.upstream
         self.sock: socket.socket | None = None
-        self.progress = Progress()
+        self.blocks = 0
 
     def alive(self) -> bool:
         """Whether the child this lease was given for still runs and is meant to serve."""
@@ -126,7 +128,7 @@ class Backend:
         self._policy = policy
         self._stop_s = stop_s
         self._needed = needed
-        self._life = Life(since_s=trio.current_time())
+        self._life = Life(since_s=time.monotonic())
         self._episode: _Episode | None = None
         self._changed = trio.Event()
         self._send, self._receive = trio.open_memory_channel[tuple[int, machine.Event]](math.inf)
@@ -150,7 +152,7 @@ class Backend:
             role=self.plan.role,
             binary=self.plan.binary,
             state=life.state,
-            since_s=trio.current_time() - life.since_s,
+            since_s=time.monotonic() - life.since_s,
             needed=self._needed,
             port=episode.port if episode else None,
             pid=episode.child.pid if episode else None,
@@ -211,7 +213,7 @@ class Backend:
     def _take(self, event: machine.Event, *, from_child: bool) -> None:
         before = self._life
         try:
-            self._life, effects = machine.step(before, event, trio.current_time(), self._policy)
+            self._life, effects = machine.step(before, event, time.monotonic(), self._policy)
         except machine.IllegalMoveError:
             if not from_child:
                 raise
@@ -305,7 +307,7 @@ class Backend:
                     episode.child.pid, episode.port
                 ):
                     break
-            waited_s = trio.current_time() - episode.spawned_s
+            waited_s = time.monotonic() - episode.spawned_s
             if waited_s > _HINT_AFTER_S and not hinted:
                 hinted = True
                 said = " | ".join(episode.child.tail.last(1)) or "nothing yet"
@@ -316,7 +318,7 @@ class Backend:
             with trio.move_on_after(_POLL_S - _POLL_GAP_S):
                 await episode.output.wait()
             episode.output = trio.Event()
-        self._load_ms = (trio.current_time() - episode.spawned_s) * 1000
+        self._load_ms = (time.monotonic() - episode.spawned_s) * 1000
         self._post(machine.Healthy(), episode.number)
         episode.hear()
         await self._watch_ready(episode)
@@ -325,16 +327,16 @@ class Backend:
         """Ask a ready backend for its health when nothing else showed lately that it lives."""
         hang_s = self.plan.warm_up.hang_s or math.inf
         while True:
-            await trio.sleep_until(max(episode.heard_s, trio.current_time() - 1.0) + _READY_POLL_S)
-            silent_s = trio.current_time() - episode.heard_s
+            await trio.sleep(max(1.0, episode.heard_s + _READY_POLL_S - time.monotonic()))
+            silent_s = time.monotonic() - episode.heard_s
             if silent_s < _READY_POLL_S or self._life.state is not State.READY:
                 continue
             with trio.move_on_after(_HEALTH_ANSWER_S):
                 if await probe.is_healthy(episode.port):
                     episode.hear()
                     continue
-            if trio.current_time() - episode.heard_s > hang_s:
-                cause = f"no answer from /health for {trio.current_time() - episode.heard_s:.0f} s"
+            if time.monotonic() - episode.heard_s > hang_s:
+                cause = f"no answer from /health for {time.monotonic() - episode.heard_s:.0f} s"
                 self._post(machine.Broken(cause), episode.number)
                 return
 
@@ -382,7 +384,7 @@ class Backend:
             process = psutil.Process(episode.child.pid)
             cpu_s = _cpu_s(process)
             episode.hear()
-            while trio.current_time() - episode.heard_s < hang_s:
+            while time.monotonic() - episode.heard_s < hang_s:
                 every_s = max(min(1.0, hang_s / 10), 0.02)
                 await trio.sleep(every_s)
                 before_s, cpu_s = cpu_s, _cpu_s(process)

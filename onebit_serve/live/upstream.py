@@ -9,6 +9,7 @@ CPU a chunk, measured).
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 
@@ -110,17 +111,12 @@ class Upstream:
         return sock
 
     def reuse(self) -> socket.socket | None:
-        """Return a kept connection that is still open and silent, the last used first."""
-        fresh_s = trio.current_time() - _IDLE_LIMIT_S
+        """Return a kept connection, the last used first; it may have been closed meanwhile."""
+        fresh_s = time.monotonic() - _IDLE_LIMIT_S
         while self._idle:
             since_s, sock = self._idle.pop()
             if since_s > fresh_s:
-                try:
-                    sock.recv(1, socket.MSG_PEEK)
-                except BlockingIOError:
-                    return sock
-                except OSError:
-                    pass
+                return sock
             sock.close()
         return None
 
@@ -129,7 +125,7 @@ class Upstream:
         if self._closed or len(self._idle) >= _IDLE_CONNECTIONS:
             sock.close()
         else:
-            self._idle.append((trio.current_time(), sock))
+            self._idle.append((time.monotonic(), sock))
 
     def close(self) -> None:
         """Close what is kept, and keep nothing from now on."""

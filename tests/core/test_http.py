@@ -246,7 +246,7 @@ def test_a_response_head_loses_what_is_between_us_and_the_backend():
         b"Connection: close\r\nContent-Type: text/event-stream\r\n"
         b"Transfer-Encoding: chunked\r\n\r\n"
     )
-    assert b"".join(taken.lines) == (
+    assert taken.lines == (
         b"HTTP/1.1 200 OK\r\nServer: llama.cpp\r\nContent-Type: text/event-stream\r\n"
         b"Transfer-Encoding: chunked\r\nX-Accel-Buffering: no\r\n"
     )
