@@ -100,14 +100,13 @@ def _bound(gains: Mapping[Shape, float], units: Mapping[Shape, int], room: int) 
 def _bases(rows: _Rows, price: Mapping[Shape, float]) -> Iterator[frozenset[Shape]]:
     """Yield the shapes that many rows need, in every combination that could be the best one.
 
-    Numbers of sequences are a chain: a burst of four warms three and two as well, and the step of
-    one. So only how far up to go is a choice.
+    Numbers of sequences are a chain: a burst of four warms three, two and one as well. So only how
+    far up to go is a choice.
     """
-    chain = sorted(shape for shape in price if shape.sequences > 1)
-    start = frozenset({Shape(tokens=1)} & price.keys())
+    chain = sorted(shape for shape in price if shape.sequences)
     common = _common(rows)
     for level in range(len(chain) + 1):
-        climbed = start.union(chain[:level]) if level else frozenset[Shape]()
+        climbed = frozenset(chain[:level])
         free = [shape for shape in common if shape not in climbed]
         for size in range(len(free) + 1):
             for picked in combinations(free, size):
@@ -116,7 +115,7 @@ def _bases(rows: _Rows, price: Mapping[Shape, float]) -> Iterator[frozenset[Shap
 
 def _common(rows: _Rows) -> tuple[Shape, ...]:
     """Return shapes without which every prefill needs at most one more (as far as a few can)."""
-    rows = [row for row in rows if all(shape.sequences == 1 for shape in row[0])]
+    rows = [row for row in rows if not any(shape.sequences for shape in row[0])]
     common: list[Shape] = []
     while len(common) < COMMON_SHAPES:
         counts: dict[Shape, int] = {}

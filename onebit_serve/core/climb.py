@@ -152,7 +152,7 @@ class Climb(msgspec.Struct, frozen=True):
         gained_s = sum(
             max(0.0, one.first_s - one.again_s) for one in self.sent if one.again_s is not None
         )
-        prefills = [row for row in self.wanted.rows if all(s.sequences == 1 for s in row[0])]
+        prefills = [row for row in self.wanted.rows if not any(s.sequences for s in row[0])]
         return ClimbView(
             planned=len(full),
             warmed=len(full & self.done),

@@ -30,7 +30,6 @@ __all__ = [
     "warms",
 ]
 
-PAIR = 2
 DECODE_BASE_TOKENS = 8
 """Tokens the shortest sequence of a burst generates: all have arrived before it ends."""
 DECODE_STAGGER_TOKENS = 2
@@ -157,7 +156,7 @@ def warms(model: ShapeModel, prompt_tokens: int, decode_tokens: Sequence[int]) -
 def _single(model: ShapeModel, shape: Shape) -> Request:
     """Return the cheapest request that warms one shape."""
     prompt, decode = 1, _staggered(shape.sequences)
-    if shape.sequences == 1:
+    if not shape.sequences:
         prompt, decode = model.splitting.prompt_for(shape.tokens), (1,)
     return Request(prompt, decode, warms(model, prompt, decode))
 
@@ -169,7 +168,7 @@ def _staggered(sequences: int) -> tuple[int, ...]:
 def _cost(model: ShapeModel, costs: Costs, shape: Shape) -> float:
     """Return the seconds that one more shape adds to a plan."""
     warm = costs.warm(_single(model, shape))
-    if shape.sequences > PAIR:
+    if shape.sequences > 1:
         # The burst that warms the smaller numbers only grows by one sequence.
         fewer = Shape(tokens=shape.sequences - 1, sequences=shape.sequences - 1)
         warm -= costs.warm(_single(model, fewer))
@@ -243,12 +242,12 @@ def _packed(model: ShapeModel, shapes: Sequence[Shape]) -> tuple[Request, ...]:
     """
     requests: list[Request] = []
     done: set[Shape] = set()
-    most = max((shape.sequences for shape in shapes), default=1)
+    most = max((shape.sequences for shape in shapes), default=0)
     full = model.classes.representative(model.splitting.ubatch_tokens)
     for shape in shapes:
         if shape in done:
             continue
-        if shape.sequences > 1:
+        if shape.sequences:
             request = _single(model, Shape(tokens=most, sequences=most))
         elif shape.tokens == full == model.splitting.ubatch_tokens:
             request = _with_a_rest(model, shape, [s for s in shapes if s not in done])
@@ -262,7 +261,7 @@ def _packed(model: ShapeModel, shapes: Sequence[Shape]) -> tuple[Request, ...]:
 def _with_a_rest(model: ShapeModel, full: Shape, shapes: Sequence[Shape]) -> Request:
     """Return a request for the full micro-batch that warms another wanted size on its way."""
     for rest in shapes:
-        if rest.sequences == 1 and rest != full:
+        if not rest.sequences and rest != full:
             prompt = model.splitting.ubatch_tokens + model.splitting.prompt_for(rest.tokens)
             request = Request(prompt, (1,), warms(model, prompt, (1,)))
             room = model.context_tokens

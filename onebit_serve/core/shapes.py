@@ -5,8 +5,8 @@ device that builds something per micro-batch size (a command program, a set of p
 it when that size comes for the first time. This module says which sizes a prompt of `n` tokens
 has, which sizes share one class on a device, and how probable the classes are.
 
-How a prompt is cut (llama-server b10068, measured with `-lv 5` on dense, sliding-window and hybrid
-models; the same rule is in llama.cpp's `tools/server/server-context.cpp`):
+How a prompt is cut (llama-server b10068, measured on dense, sliding-window and hybrid models; the
+same rule is in llama.cpp's `tools/server/server-context.cpp`):
 
 - A batch ends after `n_batch` tokens; a batch is cut into micro-batches of `n_ubatch`, the last
   one taking the rest.
@@ -16,7 +16,8 @@ models; the same rule is in llama.cpp's `tools/server/server-context.cpp`):
 
 All cuts count from the first token that is not cached or from the last one, so only the number of
 tokens that are really prefilled matters (`timings.prompt_n`). A decode step of `k` sequences is a
-micro-batch of `k` tokens of `k` sequences; a prompt of one token is the step of one sequence.
+micro-batch of `k` tokens. Whether a device tells it from a prompt of `k` tokens is not known for
+all, so the two are kept apart: where they are one, the second costs a short request that is warm.
 
 Not modelled: micro-batches in which a prompt shares room with the decode steps of other slots, and
 the draft passes of speculative decoding.
@@ -40,6 +41,7 @@ __all__ = [
     "classes_for",
     "demand",
     "prior",
+    "shows_checkpoints",
     "smoothed",
 ]
 
@@ -54,19 +56,19 @@ SMOOTHING_SHAPE = 4.0
 
 
 class Shape(msgspec.Struct, frozen=True, order=True):
-    """One micro-batch: so many tokens, of so many sequences.
+    """One micro-batch: of a prefill, or of a decode step.
 
     Args:
         tokens: Tokens computed together.
-        sequences: 1 for a prefill; equal to `tokens` for a decode step.
+        sequences: Sequences that decode together, each with one of the tokens; 0 is a prefill.
     """
 
     tokens: int
-    sequences: int = 1
+    sequences: int = 0
 
     def label(self) -> str:
-        """Return the word that status and logs use."""
-        return f"{self.tokens} tokens" if self.sequences == 1 else f"{self.sequences} sequences"
+        """Return the words that status and logs use."""
+        return f"{self.sequences} sequences" if self.sequences else f"{self.tokens} tokens"
 
 
 class Splitting(msgspec.Struct, frozen=True):
@@ -76,7 +78,8 @@ class Splitting(msgspec.Struct, frozen=True):
         ubatch_tokens: `--ubatch-size` (llama.cpp's default).
         batch_tokens: `--batch-size` (llama.cpp's default).
         checkpoints: Whether the server checkpoints this model: sliding window without
-            `--swa-full`, hybrid or recurrent, and `--ctx-checkpoints` not 0.
+            `--swa-full`, hybrid or recurrent, and `--ctx-checkpoints` not 0. The progress of the
+            first warm-up request tells (`shows_checkpoints`).
     """
 
     ubatch_tokens: int = 512
@@ -127,6 +130,27 @@ class Classes(msgspec.Struct, frozen=True):
         return self.starts[index] if index >= 0 else None
 
 
+def shows_checkpoints(total_tokens: int, processed: Iterable[int]) -> bool | None:
+    """Tell from the progress of one prompt whether the server checkpoints its model.
+
+    With `return_progress` a streamed reply says after each batch how far the prompt is; only where
+    there are checkpoints does a batch end four tokens before the end (llama-server b10068,
+    measured on dense, sliding-window, hybrid and recurrent models). The metadata of the file would
+    not do: not every model with a window uses it.
+
+    Args:
+        total_tokens: `prompt_progress.total`.
+        processed: Every `prompt_progress.processed` that came.
+
+    Returns:
+        `None` where this prompt cannot tell.
+    """
+    seen = set(processed)
+    if total_tokens <= CHECKPOINT_TAIL_TOKENS + 1 or not seen - {0}:
+        return None
+    return total_tokens - CHECKPOINT_TAIL_TOKENS in seen
+
+
 def classes_for(device: str, ubatch_tokens: int = 512) -> Classes:
     """Return what is assumed of a device before its own classes were discovered.
 
@@ -174,8 +198,7 @@ class ShapeModel(msgspec.Struct, frozen=True):
         if not self.classes.starts:
             return frozenset()
         most = min(sequences, self.sequences) if self.classes.decode else 1
-        together = (Shape(tokens=k, sequences=k) for k in range(2, most + 1))
-        return frozenset({Shape(tokens=1), *together})
+        return frozenset(Shape(tokens=k, sequences=k) for k in range(1, most + 1))
 
     def full_set(self) -> tuple[Shape, ...]:
         """Return every class that any prompt, and any number of slots, can use."""
@@ -271,7 +294,7 @@ def demand(model: ShapeModel, histogram: Histogram | None = None) -> Demand:
         rows[model.prefill(tokens)] += share
     decode = _mixed(past.decode, sum(past.decode.values()), expected.decode)
     for sequences, share in decode.items():
-        if sequences > 1:
+        if sequences > 1:  # the first warm-up request has decoded alone
             rows[model.decode(sequences)] += share
     rows.pop(frozenset(), None)
     ordered = sorted(rows.items(), key=lambda row: (-row[1], sorted(row[0])))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import socket
@@ -15,7 +16,7 @@ import httpx
 import pytest
 
 from onebit_serve.core.discover import Discovery
-from onebit_serve.core.shapes import Splitting
+from onebit_serve.core.shapes import Splitting, shows_checkpoints
 
 
 @contextlib.contextmanager
@@ -43,7 +44,7 @@ def running(command, log, env=None):
 
 
 def wait_until_ready(client, child, log):
-    deadline_s = time.monotonic() + 120
+    deadline_s = time.monotonic() + 300
     while time.monotonic() < deadline_s:
         assert child.poll() is None, log.read_text(errors="replace")
         with contextlib.suppress(httpx.TransportError):
@@ -53,51 +54,56 @@ def wait_until_ready(client, child, log):
     pytest.fail("llama-server was not ready in time")
 
 
+SYNTHETIC = {
+    "n_predict": 1,
+    "temperature": 0,
+    "cache_prompt": False,
+    "grammar": "root ::= [a-z]*",
+}
+
+
+def ids(tokens):
+    return [20 + i * 7 % 200 for i in range(tokens)]
+
+
 def prefill(client, tokens):
     """Send a prompt of so many tokens and return the seconds it took."""
-    body = {
-        "prompt": [20 + i * 7 % 200 for i in range(tokens)],
-        "n_predict": 1,
-        "temperature": 0,
-        "cache_prompt": False,
-        "grammar": "root ::= [a-z]*",
-    }
     started_s = time.perf_counter()
-    answer = client.post("/completion", json=body)
+    answer = client.post("/completion", json={"prompt": ids(tokens), **SYNTHETIC})
     assert answer.status_code == 200, answer.text
     assert answer.json()["timings"]["prompt_n"] == tokens
     return time.perf_counter() - started_s
 
 
+def progress(client, tokens):
+    """Send a prompt of so many tokens and return how far it was after each batch."""
+    body = {"prompt": ids(tokens), **SYNTHETIC, "stream": True, "return_progress": True}
+    answer = client.post("/completion", json=body)
+    events = re.findall(r"^data: (.*)$", answer.text, re.MULTILINE)
+    found = [json.loads(event).get("prompt_progress") for event in events]
+    return [one["processed"] for one in found if one]
+
+
 @pytest.mark.parametrize(
     ("kind", "checkpoints"), [("llama", False), ("gemma3", True), ("qwen35", True)]
 )
-def test_batches_begin_where_the_model_says(
+def test_batches_end_where_the_model_says(
     real_llama_server, tiny_models, tmp_path, kind, checkpoints
 ):
     splitting = Splitting(checkpoints=checkpoints)
     model = tiny_models / f"tiny-{kind}.gguf"
     command = [real_llama_server, "-m", str(model), "--device", "none", "-c", "2048", "-np", "1"]
-    lengths = (3, 5, 30, 516, 517, 600)
-    log = tmp_path / "log"
-    with running([*command, "-lv", "4"], log) as client:
-        for tokens in lengths:
-            prefill(client, tokens)
-    begun = []
-    for line in log.read_text(errors="replace").splitlines():
-        if found := re.search(r"task\.n_tokens = (\d+)", line):
-            begun.append((int(found[1]), []))
-        elif found := re.search(r"memory_seq_rm \[(\d+),", line):
-            begun[-1][1].append(int(found[1]))
-    assert [tokens for tokens, _ in begun] == list(lengths)
-    for tokens, starts in begun:
-        pieces = splitting.pieces(tokens)
-        # Where there are no checkpoints all these prompts are one batch of several micro-batches.
-        assert starts == ([0, *accumulate(pieces[:-1])] if checkpoints else [0])
+    with running(command, tmp_path / "log") as client:
+        for tokens in (3, 5, 30, 465, 516, 517, 600):
+            seen = progress(client, tokens)
+            # Without checkpoints all these prompts are one batch of several micro-batches.
+            ends = accumulate(splitting.pieces(tokens)) if checkpoints else [tokens]
+            assert seen == [0, *ends]
+            assert shows_checkpoints(tokens, seen) in (checkpoints, None)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200, method="signal")
+@pytest.mark.timeout(1800)
 def test_discovery_finds_the_classes_of_software_vulkan(real_llama_server, tiny_models, tmp_path):
     env = {"MESA_SHADER_CACHE_DISABLE": "true", "GGML_VK_VISIBLE_DEVICES": "0"}
     listed = subprocess.run(

@@ -76,7 +76,7 @@ def test_one_burst_warms_every_number_of_sequences():
         Request(
             1,
             (8, 10, 12, 14),
-            frozenset({Shape(1), Shape(2, 2), Shape(3, 3), Shape(4, 4)}),
+            frozenset({Shape(1, 1), Shape(2, 2), Shape(3, 3), Shape(4, 4)}),
         )
     ]
 
@@ -89,7 +89,7 @@ def test_on_models_with_checkpoints_the_tail_is_part_of_every_request():
 
 def test_what_is_warm_already_is_not_planned_again():
     done = warms(HRX, 465, (8,))
-    assert done == {Shape(465), Shape(1)}
+    assert done == {Shape(465), Shape(1, 1)}
     ladder = climb(HRX, demand(HRX), COSTS, 3.0, done=done)
     planned = frozenset[Shape]().union(*(r.shapes for r in (*ladder.before, *ladder.idle)))
     assert not {Shape(465)} & planned

@@ -12,6 +12,7 @@ from onebit_serve.core.shapes import (
     Splitting,
     classes_for,
     demand,
+    shows_checkpoints,
     smoothed,
 )
 
@@ -88,7 +89,7 @@ def test_every_single_length_up_to_8192_is_covered(splitting, device):
 
 def test_hrx_has_a_class_for_every_remainder_and_the_full_micro_batch():
     model = ShapeModel(DENSE, classes_for("HRX0"), 1)
-    assert {shape.tokens for shape in model.full_set()} == set(range(1, 513))
+    assert {shape.tokens for shape in model.full_set() if not shape.sequences} == set(range(1, 513))
     assert model.prefill(1000) == {Shape(512), Shape(488)}
 
 
@@ -104,15 +105,16 @@ def test_the_cpu_builds_nothing_per_size():
     assert model.prefill(600) == frozenset()
 
 
-def test_a_prompt_of_one_token_is_the_step_of_one_sequence():
+def test_a_prompt_and_a_decode_step_of_as_many_tokens_are_kept_apart():
     model = ShapeModel(DENSE, classes_for("vulkan"), 4)
-    assert model.prefill(1) == model.decode(1)
+    assert model.prefill(1) == {Shape(1)}
+    assert model.decode(1) == {Shape(1, 1)}
     assert model.prefill(3) == {Shape(3)}
 
 
 def test_on_the_way_to_three_sequences_two_and_one_decode():
     model = ShapeModel(DENSE, classes_for("vulkan"), 4)
-    assert model.decode(3) == {Shape(1), Shape(2, 2), Shape(3, 3)}
+    assert model.decode(3) == {Shape(1, 1), Shape(2, 2), Shape(3, 3)}
 
 
 def test_more_sequences_than_slots_never_decode_together():
@@ -134,7 +136,7 @@ def test_without_traffic_short_prompts_after_a_warmed_prefix_are_expected():
 def test_the_shares_of_prefills_and_of_decodes_add_up_to_one_each():
     model = ShapeModel(DENSE, classes_for("hrx"), 4)
     wanted = demand(model, Histogram(prefill={30: 5.0, 700: 2.0}, decode={2: 3.0}))
-    prefills = sum(w for need, w in wanted.rows if all(s.sequences == 1 for s in need))
+    prefills = sum(w for need, w in wanted.rows if not any(s.sequences for s in need))
     assert prefills == pytest.approx(1.0)
     assert wanted.mass(model.full_set()) == pytest.approx(sum(w for _, w in wanted.rows))
 
@@ -155,6 +157,21 @@ def test_large_counts_stay_as_they_are():
     flat = smoothed({n: 1000.0 + (100.0 if n % 2 else -100.0) for n in range(100, 400)})
     assert flat[251] == pytest.approx(1100.0, rel=0.01)
     assert flat[250] == pytest.approx(900.0, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("total", "processed", "shown"),
+    [
+        (465, [0, 465], False),
+        (465, [0, 461, 465], True),
+        (700, [0, 184, 696, 700], True),
+        (4, [0, 4], None),
+        (465, [], None),
+        (465, [0], None),
+    ],
+)
+def test_the_progress_of_a_prompt_shows_checkpoints(total, processed, shown):
+    assert shows_checkpoints(total, processed) is shown
 
 
 def test_classes_without_starts_have_no_representative():
