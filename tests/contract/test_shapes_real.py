@@ -78,7 +78,8 @@ def prefill(client, tokens):
 def progress(client, tokens):
     """Send a prompt of so many tokens and return how far it was after each batch."""
     body = {"prompt": ids(tokens), **SYNTHETIC, "stream": True, "return_progress": True}
-    answer = client.post("/completion", json=body)
+    # After a streamed reply the server closes the connection without having said so.
+    answer = client.post("/completion", json=body, headers={"Connection": "close"})
     events = re.findall(r"^data: (.*)$", answer.text, re.MULTILINE)
     found = [json.loads(event).get("prompt_progress") for event in events]
     return [one["processed"] for one in found if one]
