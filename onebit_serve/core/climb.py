@@ -24,6 +24,7 @@ from onebit_serve.core.ladder import (
     climb,
     default_first_s,
     learn,
+    single,
     warms,
 )
 from onebit_serve.core.shapes import Demand, Histogram, Shape, ShapeModel, demand
@@ -105,11 +106,12 @@ class Climb(msgspec.Struct, frozen=True):
             host_cache: Whether the server keeps what a slot loses (`--cache-ram` not 0).
         """
         after = self._without_done()
-        if not self.is_planned or self._is_surprised() or after.ladder.before:
+        if not self.is_planned or self._is_surprised() or self._has_changed():
             after = self._planned(0.0)
         free = free_slots(slots, host_cache=host_cache)
         for request in after.ladder.idle:
-            if request.sequences <= len(free):
+            # What is known of the time of a token may have changed since the plan.
+            if request.sequences <= len(free) and self._is_short(request):
                 return after, request, free[: request.sequences]
         return after, None, ()
 
@@ -122,9 +124,12 @@ class Climb(msgspec.Struct, frozen=True):
             again_s: Seconds of the same sent once more right after it.
         """
         warmed = Warmed(request, first_s, again_s)
+        costs = learn(self.costs, warmed, already=self.done)
+        if again_s is not None and max(request.decode_tokens) == 1:
+            costs = calibrate(costs, request.prompt_tokens, again_s)
         return msgspec.structs.replace(
             self,
-            costs=learn(self.costs, warmed, already=self.done),
+            costs=costs,
             done=self.done | request.shapes,
             sent=(*self.sent, warmed),
         )
@@ -171,6 +176,15 @@ class Climb(msgspec.Struct, frozen=True):
             self.ladder, before=left(self.ladder.before), idle=left(self.ladder.idle)
         )
         return msgspec.structs.replace(self, ladder=ladder)
+
+    def _is_short(self, request: Request) -> bool:
+        return not self.idle_max_s or self.costs.prefill(request) <= self.idle_max_s
+
+    def _has_changed(self) -> bool:
+        """Tell whether more could be sent while idle than was planned."""
+        waiting = any(not request.shapes <= self.done for request in self.ladder.before)
+        shapes = [shape for shape in self.ladder.too_long if shape not in self.done]
+        return waiting or any(self._is_short(single(self.model, shape)) for shape in shapes)
 
     def _is_surprised(self) -> bool:
         low, high = sorted((self.assumed_first_s, self.costs.first_s))

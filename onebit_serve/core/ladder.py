@@ -27,6 +27,7 @@ __all__ = [
     "climb",
     "default_first_s",
     "learn",
+    "single",
     "warms",
 ]
 
@@ -42,7 +43,7 @@ is a start that the first request corrects (software Vulkan: 0.05-15 s a class).
 ENOUGH_MEASURED = 3
 LONG_TOKENS = 64
 """Prompts from here on tell the time of a token, shorter ones that of a request."""
-LEARNING = 0.3
+LEARNING = 0.5
 
 
 class Costs(msgspec.Struct, frozen=True):
@@ -153,7 +154,7 @@ def warms(model: ShapeModel, prompt_tokens: int, decode_tokens: Sequence[int]) -
     return model.decode(len(decode_tokens))
 
 
-def _single(model: ShapeModel, shape: Shape) -> Request:
+def single(model: ShapeModel, shape: Shape) -> Request:
     """Return the cheapest request that warms one shape."""
     prompt, decode = 1, _staggered(shape.sequences)
     if not shape.sequences:
@@ -167,11 +168,11 @@ def _staggered(sequences: int) -> tuple[int, ...]:
 
 def _cost(model: ShapeModel, costs: Costs, shape: Shape) -> float:
     """Return the seconds that one more shape adds to a plan."""
-    warm = costs.warm(_single(model, shape))
+    warm = costs.warm(single(model, shape))
     if shape.sequences > 1:
         # The burst that warms the smaller numbers only grows by one sequence.
         fewer = Shape(tokens=shape.sequences - 1, sequences=shape.sequences - 1)
-        warm -= costs.warm(_single(model, fewer))
+        warm -= costs.warm(single(model, fewer))
     return costs.first(shape) + warm
 
 
@@ -206,7 +207,7 @@ def climb(
     have |= chosen
     rest = [shape for shape in left if shape not in chosen]
     longest = idle_max_s or float("inf")
-    singles = {shape: _single(model, shape) for shape in rest}
+    singles = {shape: single(model, shape) for shape in rest}
     too_long = tuple(shape for shape in rest if costs.prefill(singles[shape]) > longest)
     ordered = _by_worth(wanted, price, [shape for shape in rest if shape not in too_long], have)
     # Two bands: a client that comes meanwhile should meet a short one as often as possible.
@@ -248,11 +249,11 @@ def _packed(model: ShapeModel, shapes: Sequence[Shape]) -> tuple[Request, ...]:
         if shape in done:
             continue
         if shape.sequences:
-            request = _single(model, Shape(tokens=most, sequences=most))
+            request = single(model, Shape(tokens=most, sequences=most))
         elif shape.tokens == full == model.splitting.ubatch_tokens:
             request = _with_a_rest(model, shape, [s for s in shapes if s not in done])
         else:
-            request = _single(model, shape)
+            request = single(model, shape)
         requests.append(request)
         done |= request.shapes
     return tuple(requests)
@@ -267,7 +268,7 @@ def _with_a_rest(model: ShapeModel, full: Shape, shapes: Sequence[Shape]) -> Req
             room = model.context_tokens
             if {full, rest} <= request.shapes and (not room or prompt < room):
                 return request
-    return _single(model, full)
+    return single(model, full)
 
 
 def _by_worth(
@@ -325,13 +326,18 @@ def calibrate(costs: Costs, prompt_tokens: int, prompt_s: float, step_s: float =
         prompt_s: `timings.prompt_ms` in seconds.
         step_s: Seconds per decode step, `timings.predicted_per_token_ms` in seconds; 0 is unknown.
     """
-    changed: dict[str, float] = {}
+    if prompt_tokens <= 0:
+        return costs
+    token_s, request_s, known_step_s = costs.token_s, costs.request_s, costs.step_s
     if prompt_tokens >= LONG_TOKENS:
-        seen = max(0.0, prompt_s - costs.request_s) / prompt_tokens
-        changed["token_s"] = costs.token_s + LEARNING * (seen - costs.token_s)
-    elif prompt_tokens > 0:
-        seen = max(0.0, prompt_s - costs.token_s * prompt_tokens)
-        changed["request_s"] = costs.request_s + LEARNING * (seen - costs.request_s)
+        token_s += LEARNING * (max(0.0, prompt_s - request_s) / prompt_tokens - token_s)
+    else:
+        request_s += LEARNING * (max(0.0, prompt_s - token_s * prompt_tokens) - request_s)
     if step_s > 0:
-        changed["step_s"] = costs.step_s + LEARNING * (step_s - costs.step_s)
-    return msgspec.structs.replace(costs, **changed)
+        known_step_s += LEARNING * (step_s - known_step_s)
+    return msgspec.structs.replace(
+        costs,
+        token_s=min(token_s, prompt_s / prompt_tokens),
+        request_s=request_s,
+        step_s=known_step_s,
+    )

@@ -139,6 +139,20 @@ def test_what_did_not_fit_the_budget_is_sent_while_idle():
     assert waiting == frozenset(VULKAN.full_set())
 
 
+def test_prompts_that_turn_out_to_be_slow_are_not_sent_while_idle():
+    slow = Backend(HRX, 0.165, token_s=0.02)
+    climb = climb_idle(begin(HRX, "hrx", idle_max_s=0.5), slow)
+    # The first long one shows it; from then on what takes more than half a second stays out.
+    assert sum(one.again_s > 0.6 for one in climb.sent) <= 2
+    assert climb.ladder.too_long or len(climb.sent) < len(HRX.full_set())
+
+
+def test_prompts_that_turn_out_to_be_fast_are_sent_after_all():
+    climb = begin(HRX, "hrx", costs=Costs(token_s=0.1, first_s=0.165))
+    climb = climb_idle(climb, Backend(HRX, 0.165, token_s=0.001))
+    assert climb.done >= set(HRX.full_set())
+
+
 def test_with_no_free_slot_nothing_is_sent():
     climb = begin(HRX, "hrx")
     assert climb.idle([{"id": 0, "n_prompt_tokens": 5}], host_cache=False)[1] is None
