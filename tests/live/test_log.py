@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from onebit_serve.live.log import Log
+
+
+class Pipe:
+    """A pipe, and what was written into it."""
+
+    def __init__(self) -> None:
+        self.out, self.into = os.pipe()
+
+    def read_all(self) -> str:
+        os.close(self.into)
+        with open(self.out, "rb", closefd=False) as file:
+            return file.read().decode()
+
+
+@pytest.fixture
+def pipe() -> Iterator[Pipe]:
+    made = Pipe()
+    yield made
+    for fd in (made.out, made.into):
+        with contextlib.suppress(OSError):
+            os.close(fd)
+
+
+def test_a_line_is_plain_and_whole(pipe):
+    log = Log(fd=pipe.into)
+    log.say("ready on http://x", url="http://x")
+    log.warning("two\nlines\r\nhere")
+    log.debug("nobody asked")
+    log.close()
+    assert pipe.read_all() == "1bit serve: ready on http://x\n1bit serve: two lines here\n"
+
+
+def test_a_json_line_carries_the_fields(pipe):
+    log = Log("json", fd=pipe.into)
+    log.error("it broke", port=7)
+    log.close()
+    record = json.loads(pipe.read_all())
+    assert record.pop("time") > 1e9
+    assert record == {"level": "error", "message": "it broke", "port": 7}
+
+
+@pytest.mark.parametrize(
+    ("level", "said"),
+    [("debug", "diwe"), ("info", "iwe"), ("warning", "we"), ("error", "e")],
+)
+def test_only_what_matters_enough_is_written(pipe, level, said):
+    log = Log(level=level, fd=pipe.into)
+    log.debug("d")
+    log.say("i")
+    log.warning("w")
+    log.error("e")
+    log.close()
+    assert pipe.read_all() == "".join(f"1bit serve: {letter}\n" for letter in said)
+
+
+def test_text_that_is_no_unicode_is_written_all_the_same(pipe):
+    log = Log(fd=pipe.into)
+    log.say("path \udcff")
+    log.close()
+    assert pipe.read_all() == "1bit serve: path \\udcff\n"
+
+
+def test_a_reader_that_does_not_read_stops_nobody_and_is_told_what_was_lost(pipe):
+    log = Log(fd=pipe.into)
+    for number in range(10_000):  # far more than a pipe and the queue hold
+        log.say(f"{number} " + "x" * 200)
+    read = b""
+    while b"lines were dropped" not in read:
+        read += os.read(pipe.out, 1 << 20)
+        log.say("again")
+    log.close()
+    text = read.decode() + pipe.read_all()
+    dropped = sum(map(int, re.findall(r"(\d+) lines were dropped", text)))
+    numbers = [int(n) for n in re.findall(r"serve: (\d+) x", text)]
+    assert dropped
+    assert numbers == sorted(numbers)
+    assert len(numbers) < 10_000
+
+
+def test_a_closed_reader_stops_nobody(pipe):
+    log = Log(fd=pipe.into)
+    os.close(pipe.out)
+    log.say("to nobody")
+    log.say("to nobody")
+    log.close()
