@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from onebit_serve.core.ladder import (
+    CHEAP_S,
     Costs,
     Ladder,
     Request,
@@ -187,7 +188,9 @@ class Climb(msgspec.Struct, frozen=True):
         return waiting or any(self._is_short(single(self.model, shape)) for shape in shapes)
 
     def _is_surprised(self) -> bool:
-        low, high = sorted((self.assumed_first_s, self.costs.first_s))
+        low, high = sorted(
+            max(CHEAP_S, cost) for cost in (self.assumed_first_s, self.costs.first_s)
+        )
         return high > SURPRISE * low
 
     def _predicted_s(self, request: Request) -> float:

@@ -19,6 +19,7 @@ from onebit_serve.core.choose import choose
 from onebit_serve.core.shapes import Demand, Shape, ShapeModel
 
 __all__ = [
+    "CHEAP_S",
     "Costs",
     "Ladder",
     "Request",
