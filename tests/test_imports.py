@@ -24,8 +24,9 @@ LAYOUT = re.findall(
     core.later core.config core.presets core.options core.plan core.warmup
     core.shapes core.ladder core.discover core.slots core.warm_prompts core.prompts
     core.life core.wire core.route core.view
+    core.access core.request_id core.metrics core.memory core.placement
     core.score core.results core.cells core.report core.gate
-    live.log live.cache live.machine live.device_lock live.history live.driver_caches live.prefetch
+    live.log live.logfile live.ring live.notify live.leftovers live.cache live.machine live.device_lock live.history live.driver_caches live.prefetch
     live.child live.pump live.upstream live.saves live.prefix live.probe
     live.hangup live.supervise live.relay live.door
     serve bench gate
