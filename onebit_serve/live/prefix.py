@@ -272,6 +272,8 @@ class PromptWarmer:
             if not verdict.proven:
                 # A restored sliding-window cache is worth nothing to its first request and all to
                 # its second (llama-server b10068): that first request was this one, then.
+                if self._saves and self.standings[index].source == "disk":
+                    self._saves.useless(self._saves.path(prefix))
                 again = await self._asked(entry, prompts.PROOF_TEXTS[1])
                 verdict = prompts.judge(len(prefix), [await self._complete(again, slot)])
                 self._update(index, source="prefill")
@@ -366,7 +368,7 @@ class PromptWarmer:
         if self._saves is None:
             return False
         path = self._saves.path(prefix)
-        if not path.is_file():
+        if not path.is_file() or not path.stat().st_size:
             return False
         reply = await self._slot_action(slot, "restore", path.name)
         if reply.get("n_restored") == len(prefix):

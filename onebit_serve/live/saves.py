@@ -49,6 +49,11 @@ class Saves(msgspec.Struct, frozen=True):
             written.replace(path)
             prune(self.directory)
 
+    def useless(self, path: Path) -> None:
+        """Note that a state helps nobody, by an empty file: nothing is restored, nothing saved."""
+        with contextlib.suppress(OSError):
+            path.write_bytes(b"")
+
     def touch(self, path: Path) -> None:
         """Note that a state was of use, since the longest unused are removed first."""
         with contextlib.suppress(OSError):
