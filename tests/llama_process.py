@@ -80,7 +80,12 @@ class Llama:
                 start_new_session=True,
             )
         self.client = httpx.Client(
-            base_url=self.url, timeout=DEADLINE_S, trust_env=False, verify=False
+            base_url=self.url,
+            timeout=DEADLINE_S,
+            trust_env=False,
+            verify=False,
+            # llama-server closes a connection after a stream without a word.
+            limits=httpx.Limits(max_keepalive_connections=0),
         )
 
     @property
@@ -123,7 +128,9 @@ class Llama:
 
     def complete(self, prompt: Any, **more: Any) -> dict[str, Any]:
         """Return what `/completion` says to a prompt."""
-        answer = self.post("/completion", {"prompt": prompt, "n_predict": 2, **more})
+        answer = self.post(
+            "/completion", {"prompt": prompt, "n_predict": 2, "temperature": 0, **more}
+        )
         assert answer.status_code == 200, answer.text
         return answer.json()
 

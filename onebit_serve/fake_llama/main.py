@@ -46,8 +46,8 @@ def main() -> None:
     if _printed(options, knobs, devices):
         return
     _check_device(options, devices)
-    log, rec = Log(options), Recorder(knobs.rec)
     descriptors = open_descriptors() if knobs.rec else []
+    log, rec = Log(options), Recorder(knobs.rec)
     world = World(knobs, log, rec)
     shown = {
         name: "..." if "KEY" in name else value

@@ -86,7 +86,9 @@ class Server:
 
     def _connection(self, sock: socket.socket) -> None:
         knobs, rec = self._world.knobs, self._world.rec
-        conn = Connection(sock, next(self._numbers), knobs.ka, knobs.chunks)
+        conn = Connection(
+            sock, next(self._numbers), knobs.ka, knobs.chunks, deaf=knobs.cancel == "never"
+        )
         rec.write("connected", connection=conn.number)
         try:
             while not conn.over:

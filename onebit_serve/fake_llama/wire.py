@@ -78,9 +78,13 @@ class Connection:
         number: Its place among all connections, from 1.
         keep_s: Seconds an idle connection is kept; 0 closes after each answer.
         chunks: Where streamed bytes are cut.
+        deaf: A client that is gone is written to all the same.
     """
 
-    def __init__(self, sock: socket.socket, number: int, keep_s: float, chunks: Chunks) -> None:
+    def __init__(
+        self, sock: socket.socket, number: int, keep_s: float, chunks: Chunks, *, deaf: bool
+    ) -> None:
+        self._deaf = deaf
         self.number = number
         self._sock = sock
         self._keep_s = keep_s
@@ -197,7 +201,8 @@ class Connection:
         try:
             self._sock.sendall(data)
         except OSError:
-            raise GoneError from None
+            if not self._deaf:
+                raise GoneError from None
 
     def _head(self, status: int, fields: list[str]) -> bytes:
         keep = "Connection: close" if self._close else "Keep-Alive: timeout=5, max=100"

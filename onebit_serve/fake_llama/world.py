@@ -109,6 +109,7 @@ class World:
         self.hung_all = threading.Event()
         self.stopping = threading.Event()
         self._signals = 0
+        self._dying = False
         self._on_stop: Callable[[], None] = lambda: None
 
     def exit(self, code: int) -> None:
@@ -124,12 +125,9 @@ class World:
                 self.log.raw(self.knobs.last.encode() + b"\n")
             self.rec.write("dies", code=death.code, signal=death.signal)
             if death.signal:
-                signal.signal(death.signal, signal.SIG_DFL) if death.signal not in {
-                    signal.SIGKILL,
-                    signal.SIGSTOP,
-                } else None
+                self._dying = True
                 os.kill(os.getpid(), death.signal)
-                time.sleep(5)
+                threading.Event().wait()
             os._exit(death.code)
         if hang and hang.moment == moment:
             self.rec.write("hangs", everything=hang.everything)
@@ -187,6 +185,9 @@ class World:
                 signal.signal(number, self._signalled)
 
     def _signalled(self, number: int, _frame: object) -> None:
+        if self._dying:  # only the main thread may take a handler away
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
         self._signals += 1
         mode = self.knobs.term
         self.rec.write("signal", signal=number, count=self._signals)

@@ -183,7 +183,7 @@ def test_without_an_alias_the_model_is_named(start: Start, model: str) -> None:
 
 def test_metrics_count_tokens_when_switched_on(start: Start) -> None:
     llama = start("--metrics").ready()
-    llama.complete([110, 111, 112], n_predict=2)
+    llama.complete([310, 311, 312], n_predict=2)
     text = llama.get("/metrics").text
     assert "llamacpp:prompt_tokens_total 3\n" in text
     assert "llamacpp:tokens_predicted_total 2\n" in text
