@@ -32,7 +32,7 @@ from onebit_serve.core.http import Reply
 from onebit_serve.core.warm_prompts import parse
 from onebit_serve.live.prefix import PromptWarmer, Request
 from onebit_serve.live.saves import Saves, private_directory
-from onebit_serve.live.upstream import GoneError, exchange
+from onebit_serve.live.upstream import GoneError, open_stream
 
 __all__ = ["main"]
 
@@ -50,6 +50,11 @@ SENTENCE = "Rule {n}: answer in the language of the question, be brief, and neve
 QUESTION = "What is rule {n} about, in one word?"
 OK = 200
 SLOTS = 8
+
+
+async def exchange(port: int, method: str, path: str, body: bytes = b"") -> Reply:
+    async with open_stream(port, method, path, body) as stream:
+        return Reply(stream.status, await stream.read())
 
 
 def requester(port: int) -> Request:

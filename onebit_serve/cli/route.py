@@ -117,12 +117,13 @@ def _ask(text: str, url: str, deadline_s: float) -> Choice:
 
     from onebit_serve.core.http import Reply
     from onebit_serve.live.scorer import HttpScorer, NoAnswerError
-    from onebit_serve.live.upstream import exchange
+    from onebit_serve.live.upstream import open_stream
 
     port = laya.scorer_port(url)
 
     async def request(method: str, path: str, body: bytes) -> Reply:
-        return await exchange(port, method, path, body)
+        async with open_stream(port, method, path, body) as stream:
+            return Reply(stream.status, await stream.read())
 
     async def ask() -> Choice:
         try:

@@ -13,10 +13,11 @@ import msgspec
 import pytest
 import trio
 
+from onebit_serve.core.http import Reply
 from onebit_serve.core.warm_prompts import parse
 from onebit_serve.live.prefix import PromptWarmer
 from onebit_serve.live.saves import Saves, private_directory
-from onebit_serve.live.upstream import GoneError, exchange
+from onebit_serve.live.upstream import GoneError, open_stream
 
 SYSTEM = "You are a helpful assistant. Answer in the language of the question, and be brief. " * 12
 FIRST_CHARACTERS = (
@@ -31,6 +32,11 @@ FIRST_CHARACTERS = (
     '"quote"',
 )
 DENSE, RECURRENT = ("llama",), ("qwen35", "lfm2", "jamba", "mamba")
+
+
+async def exchange(port, method, target, body=b"", key=""):
+    async with open_stream(port, method, target, body, key) as stream:
+        return Reply(stream.status, await stream.read())
 
 
 def asker(port, key=""):

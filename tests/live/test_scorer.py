@@ -20,7 +20,7 @@ from onebit_serve.core.http import Reply
 from onebit_serve.core.laya import WARM_UP_TEXTS
 from onebit_serve.core.policy import Routes
 from onebit_serve.live.scorer import HttpScorer, LineScorer, NoAnswerError, Router, is_healthy
-from onebit_serve.live.upstream import GoneError, exchange
+from onebit_serve.live.upstream import GoneError, open_stream
 
 SCRIPTED = Path(__file__).parent.parent / "scripted_laya.py"
 ROUTES = Routes("hrx", {"code": "vulkan", "prose": "hrx", "short": "cpu", "long_doc": "rocm"})
@@ -52,6 +52,11 @@ def saying(*replies):
 
 def ok(value):
     return Reply(200, json.dumps(value).encode())
+
+
+async def exchange(port, method, target, body=b"", key=""):
+    async with open_stream(port, method, target, body, key) as stream:
+        return Reply(stream.status, await stream.read())
 
 
 def free_port():
