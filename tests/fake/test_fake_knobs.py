@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -492,3 +493,21 @@ def test_an_unlimited_answer_ends_by_itself(fake: Fake) -> None:
 def test_the_context_of_the_model_can_be_set(fake: Fake) -> None:
     llama = fake("ctx_train=2048", "-np", "1").ready()
     assert llama.get("/props").json()["default_generation_settings"]["n_ctx"] == 2048
+
+
+def test_the_manual_lists_every_knob_and_no_other() -> None:
+    manual = Path(__file__).parents[2] / "docs" / "fake-backend.md"
+    table = manual.read_text().partition("## Knobs")[2].partition("## The cost model")[0]
+    rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    named = {name.strip(" `") for row in rows for name in row.split(",")}
+    assert named == set(KNOBS)
+
+
+def test_it_imports_nothing_heavy() -> None:
+    """Starting it many times is what it is for; these cost more than all of its own modules."""
+    code = "import sys, onebit_serve.fake_llama; print(*sys.modules)"
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    heavy = {"asyncio", "dataclasses", "subprocess", "argparse", "http.client", "hashlib", "trio"}
+    assert not heavy & set(loaded.stdout.split())
