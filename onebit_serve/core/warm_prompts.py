@@ -13,7 +13,7 @@ overshoots by one character reuses 0 tokens on them, the token prefix loses at m
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -37,7 +37,9 @@ __all__ = [
     "match",
     "names_time",
     "parse",
+    "samples",
     "totals",
+    "view",
 ]
 
 # User texts that differ in their FIRST character, since that is what merges with the template's
@@ -343,6 +345,21 @@ def totals(standings: Sequence[Standing]) -> Totals:
         hits=sum(s.hits for s in standings),
         tokens_saved=sum(s.tokens_saved for s in standings),
     )
+
+
+def view(standings: Sequence[Standing]) -> dict[str, Any]:
+    """Return what `/v1/status` shows."""
+    entries = [msgspec.structs.asdict(standing) for standing in standings]
+    return {**msgspec.structs.asdict(totals(standings)), "entries": entries}
+
+
+def samples(standings: Sequence[Standing]) -> Iterator[tuple[str, dict[str, str], float]]:
+    """Yield what `/metrics` shows: name without prefix, labels, value."""
+    sums = totals(standings)
+    yield "warm_prompts_entry_count", {}, sums.entry_count
+    yield "warm_prompts_tokens", {}, sums.tokens
+    yield "warm_prompts_hits_total", {}, sums.hits
+    yield "warm_prompts_tokens_saved_total", {}, sums.tokens_saved
 
 
 def done_line(standings: Sequence[Standing], took_s: float) -> str:

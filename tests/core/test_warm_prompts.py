@@ -17,7 +17,9 @@ from onebit_serve.core.warm_prompts import (
     match,
     names_time,
     parse,
+    samples,
     totals,
+    view,
 )
 
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -190,3 +192,17 @@ def test_a_request_belongs_to_the_longest_entry_that_it_begins_with() -> None:
     assert match([SYSTEM, user, user], entries) == 1
     assert match([user], entries) is None
     assert match("no list", entries) is None
+
+
+def test_status_and_metrics_show_the_sums_and_each_entry() -> None:
+    standings = [WARM.used(600), Standing("entry 2", why="the template ignores the user's text")]
+    shown = view(standings)
+    assert (shown["entry_count"], shown["tokens_saved"]) == (1, 600)
+    assert [entry["slots"] for entry in shown["entries"]] == [(0,), ()]
+    assert shown["entries"][1]["why"] == "the template ignores the user's text"
+    assert {name: value for name, _, value in samples(standings)} == {
+        "warm_prompts_entry_count": 1,
+        "warm_prompts_tokens": 600,
+        "warm_prompts_hits_total": 1,
+        "warm_prompts_tokens_saved_total": 600,
+    }
