@@ -37,7 +37,17 @@ from onebit_serve.core.errors import OnebitError, UsageError
 from onebit_serve.core.report import against_itself
 from onebit_serve.core.results import Request, Results, merge
 
-__all__ = ["Arm", "Comparison", "Keep", "Server", "Session", "order", "parse_arm"]
+__all__ = [
+    "Arm",
+    "Comparison",
+    "Keep",
+    "Server",
+    "Session",
+    "forget",
+    "order",
+    "parse_arm",
+    "put_together",
+]
 
 Keep = Literal["keep", "drop"]
 
@@ -195,13 +205,13 @@ class Session:
     async def _one(self, arm: Arm, load: int, model: str, concurrency: int) -> None:
         wanted = self._comparison
         self._began(arm.tag, load)
-        flags = [*arm.flags, *(("-m", model) if model else ()), *wanted.arguments]
+        flags = put_together(arm.flags, ("-m", model) if model else (), wanted.arguments)
         if wanted.page_cache == "drop":
             forget(_model_files(flags))
         with _fresh_caches(wanted.caches) as caches:
             environment = caches | arm.environment
             self._server = server = Server(
-                [*wanted.command, *flags, "-p", "0"], os.environ | environment
+                [*wanted.command, "-p", "0", *flags], os.environ | environment
             )
             async with server.running(wanted.start_limit_s, f"arm {arm.tag}, load {load}") as url:
                 run = new_run(
@@ -351,6 +361,18 @@ class Server:
     def _said(self) -> str:
         shown = [line for line in self._lines if line][-_SHOWN_LINES:]
         return " | ".join(shown) or "none"
+
+
+def put_together(*parts: Sequence[str]) -> list[str]:
+    """Join command lines; what follows a `--` in any of them is the backend's and stands last."""
+    ours: list[str] = []
+    backends: list[str] = []
+    for part in parts:
+        words = list(part)
+        cut = words.index("--") if "--" in words else len(words)
+        ours += words[:cut]
+        backends += words[cut + 1 :]
+    return [*ours, *(["--", *backends] if backends else [])]
 
 
 def forget(paths: Sequence[Path]) -> None:

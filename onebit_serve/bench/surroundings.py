@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 _SAMPLE_S = 0.5
-_ANSWER_S = 5.0
+_ANSWER_S = 10.0  # a busy server answers late, and what it says of itself is worth a wait
 _HASH_WHOLE_BYTES = 2 * 1024**3
 _HASH_PART_BYTES = 16 * 1024**2
 _PROPS = ("build_info", "model_path", "model_alias", "model_ftype", "total_slots")
@@ -78,7 +78,7 @@ def _processor() -> str | None:
 
 
 async def get_json(where: Endpoint, path: str) -> Any:
-    """Return the value that a GET route gives, or `None` where there is none in five seconds."""
+    """Return the value that a GET route gives, or `None` where there is none in ten seconds."""
     with trio.move_on_after(_ANSWER_S):
         try:
             answer = await fetch(where, "GET", path)

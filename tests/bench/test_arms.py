@@ -75,6 +75,19 @@ def test_all_requests_are_counted_beforehand():
     assert wanted.requests == 3 * 2 * 15 * 2
 
 
+@pytest.mark.parametrize(
+    ("parts", "joined"),
+    [
+        ([["--a"], ["-m", "M"], ["--b"]], ["--a", "-m", "M", "--b"]),
+        ([["--a", "--", "-fa", "on"], [], ["--b"]], ["--a", "--b", "--", "-fa", "on"]),
+        ([["--", "-x"], ["--b", "--", "-y"]], ["--b", "--", "-x", "-y"]),
+        ([[], ["--b", "--"]], ["--b"]),
+    ],
+)
+def test_arguments_of_the_backend_stand_last(parts, joined):
+    assert arms.put_together(*parts) == joined
+
+
 async def test_every_arm_load_and_concurrency_gets_a_server_of_its_own():
     wanted = comparison("a=", "b=", loads=2, settings={"concurrency": (1, 2)})
     found = await ran(wanted)
