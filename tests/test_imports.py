@@ -26,7 +26,8 @@ LAYOUT = re.findall(
     core.life core.wire core.route core.view
     core.access core.request_id core.metrics core.memory core.placement
     core.score core.results core.cells core.report core.gate
-    live.log live.logfile live.ring live.notify live.leftovers live.cache live.machine live.device_lock live.history live.driver_caches live.prefetch
+    live.log live.logfile live.ring live.notify live.leftovers
+    live.cache live.machine live.device_lock live.history live.driver_caches live.prefetch
     live.child live.pump live.upstream live.saves live.prefix live.probe
     live.hangup live.supervise live.relay live.door
     serve bench gate
