@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import gc
+import math
 import os
 import signal
 import socket
@@ -22,11 +23,10 @@ import trio
 
 from onebit_serve import __version__
 from onebit_serve.core.errors import PortTakenError, UsageError
-from onebit_serve.core.life import RestartPolicy, State
-from onebit_serve.core.plan import Plan
+from onebit_serve.core.plan import Limits, Plan
 from onebit_serve.live.door import Door
+from onebit_serve.live.house import House
 from onebit_serve.live.log import Log
-from onebit_serve.live.supervise import Backend
 
 __all__ = ["bind", "run"]
 
@@ -110,67 +110,65 @@ class _Serve:
         self._listener = listener
         self._log = log
         self._exit_code = 0
-        self._backends: tuple[Backend, ...] = ()
 
     async def run(self) -> int:
         """Run until stopped; return the exit code."""
         gc.set_threshold(_GC_THRESHOLD)
-        self._backends = tuple(
-            Backend(
-                backend,
-                self._log,
-                policy=RestartPolicy(enabled=False),
-                stop_s=self._plan.server.stop_s,
-            )
-            for backend in self._plan.backends
-        )
-        door = Door(self._listener, self._plan.server, self._backends, self._log, __version__)
-        with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+        with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM, signal.SIGHUP) as signals:
             async with trio.open_nursery() as nursery:
-                for backend in self._backends:
-                    nursery.start_soon(backend.run)
-                    backend.want()
+                house = House(self._plan, self._log, nursery)
+                house.start()
+                door = Door(self._listener, self._plan.server, house, self._log, __version__)
                 async with trio.open_nursery() as front:
                     front.start_soon(door.run)
-                    front.start_soon(self._until_signalled, signals, front.cancel_scope)
-                    front.start_soon(self._until_ready, front.cancel_scope)
-                self._listener.close()
-                async with trio.open_nursery() as stopping:
-                    stopping.start_soon(self._kill_when_signalled_again, signals)
-                    await self._stop_backends()
-                    stopping.cancel_scope.cancel()
+                    front.start_soon(self._say_when_ready, house, front.cancel_scope)
+                    await self._until_told(signals)
+                    async with trio.open_nursery() as stopping:
+                        stopping.start_soon(self._kill_when_told_again, signals, house)
+                        await self._stop(house, door)
+                        stopping.cancel_scope.cancel()
+                    front.cancel_scope.cancel()
+                if self._exit_code:
+                    await house.stop()
                 nursery.cancel_scope.cancel()
         return self._exit_code
 
-    async def _until_ready(self, front: trio.CancelScope) -> None:
-        for backend in self._backends:
-            view = await backend.wait_for(lambda v: v.state in (State.READY, State.FAILED))
-            if view.state is State.FAILED:
-                self._log.error(f"{view.name} failed to start: {view.cause}")
-                self._exit_code = _EXIT_FAILED
-                front.cancel()
+    async def _say_when_ready(self, house: House, front: trio.CancelScope) -> None:
+        """Say once that all needed backends are ready; end the run where one may not fail."""
+        failed = await house.wait_started()
+        if failed is None:
+            self._log.say(f"ready on {self._url()}", url=self._url())
+            if all(backend.restart for backend in self._limits()):
                 return
-        self._log.say(f"ready on {self._url()}", url=self._url())
+            failed = await house.wait_failed()
+        self._log.error(f"{failed.name} failed: {failed.cause}", backend=failed.name)
+        self._exit_code = _EXIT_FAILED
+        front.cancel()
+
+    def _limits(self) -> list[Limits]:
+        return [backend.limits for backend in self._plan.backends]
 
     def _url(self) -> str:
         host, port, *_ = self._listener.getsockname()
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
-    async def _until_signalled(self, signals: AsyncIterator[int], front: trio.CancelScope) -> None:
-        async for _ in signals:
+    async def _until_told(self, signals: AsyncIterator[int]) -> None:
+        async for number in signals:
+            if number == signal.SIGHUP:
+                self._log.say("SIGHUP: nothing is reread in this version")
+                continue
             self._log.say("stopping")
-            front.cancel()
             return
 
-    async def _stop_backends(self) -> None:
-        for backend in reversed(self._backends):
-            backend.halt()
-            await backend.wait_for(lambda v: v.state in (State.STOPPED, State.FAILED))
+    async def _stop(self, house: House, door: Door) -> None:
+        left = await door.drain(self._plan.server.drain_s or math.inf)
+        if left:
+            self._log.warning(f"{left} requests are cut after {self._plan.server.drain_s:g} s")
+        await house.stop()
 
-    async def _kill_when_signalled_again(self, signals: AsyncIterator[int]) -> None:
+    async def _kill_when_told_again(self, signals: AsyncIterator[int], house: House) -> None:
         async for number in signals:
             if number == signal.SIGINT:
-                for backend in self._backends:
-                    backend.kill()
+                house.kill()
                 self._log.close()
                 os._exit(_EXIT_KILLED)

@@ -19,6 +19,7 @@ import msgspec
 __all__ = [
     "BadRequestError",
     "ChunkedBody",
+    "Headers",
     "Reply",
     "RequestHead",
     "ResponseFramer",

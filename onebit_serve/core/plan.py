@@ -19,6 +19,7 @@ __all__ = [
     "LIBHSA_VARIABLE",
     "BackendPlan",
     "Kind",
+    "Limits",
     "Plan",
     "Role",
     "WarmUp",
@@ -41,15 +42,35 @@ class WarmUp(msgspec.Struct, frozen=True):
         decode_tokens: Tokens it generates.
         deadline_s: Seconds until a warm-up that still progresses is cancelled, its retry included;
             infinite where there is no limit.
-        hang_s: Seconds without any progress after which the backend counts as hung; 0 is never.
         skip: Why there is none (`cpu`, `off`), or empty.
     """
 
     prompt_tokens: int = 465
     decode_tokens: int = 8
     deadline_s: float = 300.0
-    hang_s: float = 120.0
     skip: str = ""
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """How long and how much a backend may take; infinite or 0 where there is no limit, as said.
+
+    Args:
+        hang_s: Seconds without any progress after which it counts as hung; infinite is never.
+        load_stall_s: Seconds without progress in loading; infinite is never.
+        load_limit_s: Seconds from spawn to healthy; infinite is never.
+        max_in_flight: Requests sent to it at once; 0 is any number.
+        queue: Requests that wait for it at most.
+        restart: Whether it is started again when it fails.
+        allow_cpu_fallback: Whether it may serve from the CPU although a device was asked for.
+    """
+
+    hang_s: float = 120.0
+    load_stall_s: float = 120.0
+    load_limit_s: float = math.inf
+    max_in_flight: int = 0
+    queue: int = 64
+    restart: bool = True
+    allow_cpu_fallback: bool = False
 
 
 class BackendPlan(msgspec.Struct, frozen=True):
@@ -72,6 +93,8 @@ class BackendPlan(msgspec.Struct, frozen=True):
             the key); `None` leaves bodies unchanged.
         assemble: Replies that don't stream are asked for as streams and put together here, since
             this build does not notice a client that leaves otherwise.
+        lazy: It starts when a request first needs it, and `/health` does not wait for it.
+        limits: How long and how much it may take.
     """
 
     name: str
@@ -87,6 +110,8 @@ class BackendPlan(msgspec.Struct, frozen=True):
     warm_up: WarmUp = WarmUp()
     upstream_model: str | None = None
     assemble: bool = False
+    lazy: bool = False
+    limits: Limits = Limits()
 
     def command(self, port: int) -> list[str]:
         """Return the whole command line for one port."""
@@ -169,6 +194,8 @@ def make(
         warm_up=_warm_up(config, preset, embedded=embedded),
         upstream_model={"llama-server": None, "zinc": "", "mlx": backend.model}[preset.kind],
         assemble=preset.kind == "llama-server" and presets.misses_departures(binary.version),
+        lazy=backend.lazy,
+        limits=_limits(backend),
     )
     server = msgspec.structs.replace(config.server, host=config.server.host.strip("[]"))
     return Plan(server=server, log=config.log, backends=(one,))
@@ -357,6 +384,18 @@ def _set_env(
     return {**made, **backend.env}
 
 
+def _limits(backend: Backend) -> Limits:
+    return Limits(
+        hang_s=backend.hang_s or math.inf,
+        load_stall_s=backend.load_stall_s or math.inf,
+        load_limit_s=backend.load_limit_s or math.inf,
+        max_in_flight=backend.max_in_flight,
+        queue=backend.queue,
+        restart=backend.restart,
+        allow_cpu_fallback=backend.allow_cpu_fallback,
+    )
+
+
 def _warm_up(config: Config, preset: Preset, *, embedded: bool) -> WarmUp:
     devices = config.warmup.devices
     if devices is None:
@@ -371,6 +410,5 @@ def _warm_up(config: Config, preset: Preset, *, embedded: bool) -> WarmUp:
         prompt_tokens=config.warmup.prompt_tokens,
         decode_tokens=config.warmup.decode_tokens,
         deadline_s=config.warmup.deadline_s or math.inf,
-        hang_s=config.backend.hang_s,
         skip="off" if not config.warmup.enabled else "" if wanted else off,
     )

@@ -7,11 +7,13 @@ accident (`/cors-proxy` of some builds fetches any address for anybody who asks)
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Literal
 
+from onebit_serve.core.plan import BackendPlan, Role
 from onebit_serve.core.wire import Refusal
 
-__all__ = ["Page", "Relayed", "choose"]
+__all__ = ["Page", "Relayed", "choose", "pick"]
 
 Page = Literal["health", "livez", "models", "status"]
 Relayed = Literal["relayed"]
@@ -101,3 +103,41 @@ def choose(method: str, path: str) -> Page | Relayed | Refusal:
         wanted = "POST" if answers_post else "GET"
         return Refusal(405, f"{path} is asked with {wanted}", "method_not_allowed")
     return Refusal(404, f"there is no route {path} here", "not_found")
+
+
+_ROLES: dict[str, Role] = {
+    "/embedding": "embedding",
+    "/embeddings": "embedding",
+    "/rerank": "rerank",
+    "/reranking": "rerank",
+    "/v1/embeddings": "embedding",
+    "/v1/rerank": "rerank",
+    "/v1/reranking": "rerank",
+}
+
+
+def pick(backends: Sequence[BackendPlan], path: str, model: str) -> str | Refusal:
+    """Choose among several backends.
+
+    A backend is asked for by its served id, or by its name. Otherwise the route decides: where only
+    one backend has the role that it needs, that one is meant.
+
+    Args:
+        backends: All of them.
+        path: The route.
+        model: The request's `model`; empty without one.
+
+    Returns:
+        The backend's name, or the refusal to send.
+    """
+    for backend in backends:
+        if model and model in (backend.served_id, backend.name):
+            return backend.name
+    role = _ROLES.get(path, "chat")
+    able = [backend for backend in backends if backend.role == role]
+    if len(able) == 1:
+        return able[0].name
+    ids = ", ".join(backend.served_id for backend in able or backends)
+    if not model:
+        return Refusal(400, f"name a model: there are {ids}", "model_missing")
+    return Refusal(404, f"there is no model {model} here; there are {ids}", "model_not_found")

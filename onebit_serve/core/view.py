@@ -35,11 +35,14 @@ class BackendView(msgspec.Struct, frozen=True):
         pid: The child's process id, while there is a child.
         cause: Why it is where it is, where something went wrong.
         degraded: Why its warm-up failed although it serves.
+        ended: How its last child ended: `stopped`, `exited`, `crashed`, `killed for memory` or
+            `never started`, with code or signal.
         load_ms: From spawn to healthy, of the last start that got there.
         warm_up_ms: The time its last warm-up took; `None` before it, or where it is skipped.
         warm_up_skipped: Why there is no warm-up (`cpu`, `off`), or empty.
         restarts: Starts after the first.
         in_flight: Requests being answered for clients.
+        waiting: Requests in line.
         abandoned: Whether a client left and the backend has not said yet that it stopped working.
         last_line: What the child printed last.
     """
@@ -56,11 +59,13 @@ class BackendView(msgspec.Struct, frozen=True):
     pid: int | None = None
     cause: str = ""
     degraded: str = ""
+    ended: str = ""
     load_ms: float | None = None
     warm_up_ms: float | None = None
     warm_up_skipped: str = ""
     restarts: int = 0
     in_flight: int = 0
+    waiting: int = 0
     abandoned: bool = False
     last_line: str = ""
 

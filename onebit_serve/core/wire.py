@@ -20,11 +20,13 @@ __all__ = [
     "Refusal",
     "as_stream",
     "error_event",
+    "is_fatal",
     "peek",
     "rename",
     "with_model",
 ]
 
+_ERROR_LOOK_BYTES = 4096
 _TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -135,6 +137,14 @@ def rename(body: bytes, model: str) -> bytes:
         return body
     fields["model"] = model
     return msgspec.json.encode(fields)
+
+
+def is_fatal(body: bytes) -> bool:
+    """Tell whether an error body is one that a healthy backend does not send.
+
+    llama-server answers `Compute error` once its device has failed, and goes on doing so.
+    """
+    return b"compute error" in body[:_ERROR_LOOK_BYTES].lower()
 
 
 class EventReader:

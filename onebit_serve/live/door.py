@@ -1,13 +1,10 @@
-"""The front door: HTTP/1.1 on trio, one task a connection, one request after the other on each.
+"""The front door: accepts connections, answers what is ours, relays the rest.
 
-A connection is refused for good at the first request that breaks the rules: one answer, then it is
-closed, and nothing that follows on it is looked at. What is bounded, and after whom:
+Each connection has one task. A request for a backend is admitted (which may mean a wait in line),
+relayed, and counted out; one whose backend died before it answered is sent once more to the
+restarted one, never a third time, so that a request which kills its backend cannot kill the next.
 
-    head             64 KiB, 10 s from its first byte     (nginx: 32 KiB, 60 s; Node.js: 16 KiB)
-    body             `max_body_bytes`, 30 s between bytes (nginx: 60 s)
-    idle connection  75 s                                 (nginx: 75 s)
-    slow reader      600 s without taking a byte
-    connections      1,000                                (nginx: 512 a worker)
+`drain` stops accepting and lets what runs come to its end.
 """
 
 from __future__ import annotations
@@ -16,53 +13,30 @@ import errno
 import math
 import socket
 import time
+from contextlib import suppress
 
 import msgspec
 import trio
 
 from onebit_serve.core import route, view, wire
 from onebit_serve.core.config import Server
-from onebit_serve.core.http import (
-    BadRequestError,
-    ChunkedBody,
-    RequestHead,
-    parse_head,
-    too_large,
-)
+from onebit_serve.core.http import BadRequestError, RequestHead
 from onebit_serve.core.wire import Refusal
+from onebit_serve.live.connection import Connection, LeftError
 from onebit_serve.live.hangup import HangUpWatch
+from onebit_serve.live.house import House
 from onebit_serve.live.log import Log
 from onebit_serve.live.pump import Pump
 from onebit_serve.live.relay import ClientGoneError, CutError, Errand, relay
-from onebit_serve.live.supervise import Backend, Lease
-from onebit_serve.live.upstream import GoneError, send_all
+from onebit_serve.live.supervise import Backend, Lease, RefusedError
+from onebit_serve.live.upstream import GoneError
 
 __all__ = ["Door"]
 
-_BLOCK_BYTES = 65536
-_HEAD_LIMIT_BYTES = 65536
-_HEAD_LIMIT_S = 10.0
-_BODY_GAP_S = 30.0
-_IDLE_LIMIT_S = 75.0
-_CONNECTIONS = 1000
+_CONNECTIONS = 1000  # nginx: 512 a worker
 _ACCEPT_PAUSE_S = 0.1
 _LATE_LOOK_S = 1.0
-_LINGER_S = 1.0
-_LINGER_BYTES = 1 << 20
-_REASONS = {
-    200: b"OK",
-    400: b"Bad Request",
-    403: b"Forbidden",
-    404: b"Not Found",
-    405: b"Method Not Allowed",
-    408: b"Request Timeout",
-    413: b"Content Too Large",
-    417: b"Expectation Failed",
-    500: b"Internal Server Error",
-    502: b"Bad Gateway",
-    503: b"Service Unavailable",
-    505: b"HTTP Version Not Supported",
-}
+_SENT_AT_MOST = 2
 
 
 class Door:
@@ -71,37 +45,57 @@ class Door:
     Args:
         listener: Bound and listening.
         settings: The `[server]` table.
-        backends: Whom to relay to.
+        house: Whom to relay to.
         log: Where to say what happened.
         version: What `/v1/status` calls us.
     """
 
     def __init__(
-        self,
-        listener: socket.socket,
-        settings: Server,
-        backends: tuple[Backend, ...],
-        log: Log,
-        version: str,
+        self, listener: socket.socket, settings: Server, house: House, log: Log, version: str
     ) -> None:
         self._listener = listener
-        self.max_body_bytes = settings.max_body_bytes
-        self.backends = backends
-        self.log = log
+        self._settings = settings
+        self._park_s = settings.park_s or math.inf
+        self._house = house
+        self._log = log
         self._version = version
         self._watch = HangUpWatch()
-        self.pump = Pump()
-        self._connections: set[_Connection] = set()
+        self._pump = Pump()
+        self._connections: set[Connection] = set()
+        self._draining = False
+        self._empty = trio.Event()
 
     async def run(self) -> None:
-        """Accept connections until cancelled."""
+        """Accept connections until drained or cancelled."""
         self._listener.setblocking(False)  # noqa: FBT003
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._watch.run)
             nursery.start_soon(self._close_late_ones)
-            while True:
-                await trio.lowlevel.wait_readable(self._listener)
-                await self._accept_all(nursery)
+            with suppress(trio.ClosedResourceError):  # by `drain`
+                while True:
+                    await trio.lowlevel.wait_readable(self._listener)
+                    await self._accept_all(nursery)
+
+    async def drain(self, limit_s: float) -> int:
+        """Stop accepting, let the requests that run come to their end, and close the rest.
+
+        Args:
+            limit_s: Seconds to wait for them.
+
+        Returns:
+            How many requests were still running at the limit.
+        """
+        self._draining = True
+        trio.lowlevel.notify_closing(self._listener)
+        self._listener.close()
+        for connection in self._connections:
+            if connection.idle:
+                connection.scope.cancel()
+        with trio.move_on_after(limit_s):
+            while self._connections:
+                self._empty = trio.Event()
+                await self._empty.wait()
+        return len(self._connections)
 
     async def _accept_all(self, nursery: trio.Nursery) -> None:
         while True:
@@ -111,7 +105,7 @@ class Door:
                 return
             except OSError as error:
                 if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
-                    self.log.error(f"cannot take a connection: {error.strerror}")
+                    self._log.error(f"cannot take a connection: {error.strerror}")
                     await trio.sleep(_ACCEPT_PAUSE_S)
                     return
                 continue  # that client went away before we came
@@ -126,19 +120,21 @@ class Door:
         """Serve one connection; whatever happens to it stays in here."""
         fd = sock.fileno()
         with trio.CancelScope() as scope:
-            connection = _Connection(self, sock, scope)
+            connection = Connection(sock, scope, self._settings.max_body_bytes)
             self._connections.add(connection)
             try:
                 self._watch.watch(fd, scope)
-                await connection.run()
-            except (OSError, ClientGoneError, CutError):
+                await self._answer_all(connection)
+            except (OSError, LeftError, ClientGoneError, CutError):
                 pass  # nobody is left to tell
             except Exception as error:  # noqa: BLE001 - one connection must not end the others
-                self.log.error(f"a connection failed: {type(error).__name__}: {error}")
+                self._log.error(f"a connection failed: {type(error).__name__}: {error}")
             finally:
                 self._connections.discard(connection)
                 self._watch.forget(fd)
                 sock.close()
+                if not self._connections:
+                    self._empty.set()
 
     async def _close_late_ones(self) -> None:
         """Close connections that are past what they may take for the step they are in.
@@ -153,212 +149,90 @@ class Door:
                 if connection.due_s < now_s:
                     connection.scope.cancel()
 
-    def views(self) -> tuple[view.BackendView, ...]:
-        """Return what can be seen of the backends."""
-        return tuple(backend.view() for backend in self.backends)
+    async def _answer_all(self, connection: Connection) -> None:
+        while not self._draining:
+            try:
+                request = await connection.read()
+            except BadRequestError as error:
+                await connection.refuse(error)
+                return
+            if request is None or not await self._answer(connection, *request):
+                return
 
-    def page(self, name: route.Page) -> view.Page:
-        """Return an answer of ours."""
+    async def _answer(self, connection: Connection, head: RequestHead, body: bytes) -> bool:
+        """Answer one request; return whether the connection goes on."""
+        choice = route.choose(head.method, head.path)
+        if isinstance(choice, Refusal):
+            return await connection.answer_refusal(head, choice)
+        if choice != "relayed":
+            page = self._page(choice)
+            retry = b"Retry-After: %d\r\n" % page.retry_after_s if page.retry_after_s else b""
+            return await connection.answer(
+                head, page.status, msgspec.json.encode(page.body), lines=retry
+            )
+        peek = wire.peek(body) if body else wire.Peek()
+        backend = self._house.pick(head.path, peek.model)
+        if isinstance(backend, Refusal):
+            return await connection.answer_refusal(head, backend)
+        return await self._ask(connection, backend, _errand(backend, head, body, peek))
+
+    def _page(self, name: route.Page) -> view.Page:
         match name:
             case "livez":
                 return view.livez()
             case "models":
-                return view.models(self.views())
+                return view.models(self._house.views())
             case "status":
-                return view.status(self.views(), self._version)
+                return view.status(self._house.views(), self._version)
             case _:
-                return view.health(self.views())
+                return view.health(self._house.views())
 
-
-class _Connection:
-    """One client's connection.
-
-    Args:
-        door: Whose it is.
-        sock: Its socket, non-blocking.
-        scope: Cancelled when the client is gone or late.
-
-    Attributes:
-        due_s: When the client must have done what is waited for, on the monotonic clock.
-    """
-
-    def __init__(self, door: Door, sock: socket.socket, scope: trio.CancelScope) -> None:
-        self._door = door
-        self._sock = sock
-        self._buffer = b""
-        self.scope = scope
-        self.due_s = math.inf
-
-    async def run(self) -> None:
-        """Serve one request after the other."""
-        while True:
+    async def _ask(self, connection: Connection, backend: Backend, errand: Errand) -> bool:
+        """Send a request to its backend, and once more where that died before it answered."""
+        name, reason = backend.plan.name, ""
+        for attempt in range(1, _SENT_AT_MOST + 1):
             try:
-                head = await self._read_head()
-                if head is None:
-                    return
-                body = await self._read_body(head)
-            except BadRequestError as error:
-                await self._refuse(Refusal(error.status, error.reason, "bad_request"))
-                return
-            self.due_s = math.inf
-            if not await self._answer(head, body):
-                return
-
-    def _allow(self, seconds: float) -> None:
-        self.due_s = time.monotonic() + seconds
-
-    async def _receive(self) -> bytes:
-        while True:
-            await trio.lowlevel.wait_readable(self._sock)
+                lease = backend.grant() or await backend.admit(self._park_s)
+            except RefusedError as error:
+                refusal = error.refusal
+                if reason:
+                    message = f"{name} failed before it answered: {reason}; {refusal.message}"
+                    refusal = Refusal(502, message, "backend_gone")
+                return await connection.answer_refusal(errand.head, refusal)
             try:
-                return self._sock.recv(_BLOCK_BYTES)
-            except BlockingIOError:
-                continue
+                return await self._relay(connection, backend, lease, errand)
+            except GoneError as error:
+                reason = error.reason
+                if attempt == _SENT_AT_MOST or not await lease.wait_left():
+                    break
+            self._log.say(f"a request to {name} is sent again: {reason}", backend=name)
+        message = f"{name} failed before it answered: {reason}"
+        refusal = Refusal(502, message, "backend_gone")
+        return await connection.answer_refusal(errand.head, refusal)
 
-    async def _read_head(self) -> RequestHead | None:
-        """Return the next request's head, or `None` when there is none.
-
-        Raises:
-            BadRequestError: It breaks the rules.
-        """
-        self._allow(_IDLE_LIMIT_S)
-        while not self._buffer.lstrip(b"\r\n"):
-            self._buffer = await self._receive()
-            if not self._buffer:
-                return None
-        self._buffer = self._buffer.lstrip(b"\r\n")
-        self._allow(_HEAD_LIMIT_S)
-        while (end := self._buffer.find(b"\r\n\r\n") + 4) < 4:  # noqa: PLR2004
-            if len(self._buffer) > _HEAD_LIMIT_BYTES:
-                raise BadRequestError(400, f"the head is larger than {_HEAD_LIMIT_BYTES} bytes")
-            if b"\n\n" in self._buffer or b"\n\r\n" in self._buffer.replace(b"\r\n\r\n", b""):
-                raise BadRequestError(400, "malformed request head: a line does not end with CR LF")
-            data = await self._receive()
-            if not data:
-                return None
-            self._buffer += data
-        raw, self._buffer = self._buffer[:end], self._buffer[end:]
-        return parse_head(raw)
-
-    async def _read_body(self, head: RequestHead) -> bytes:
-        """Return the whole body.
-
-        Raises:
-            BadRequestError: It is malformed or larger than allowed.
-        """
-        length, limit = head.content_length, self._door.max_body_bytes
-        if length == 0:
-            return b""
-        if length is not None and limit and length > limit:
-            raise BadRequestError(413, too_large(limit))
-        if head.expects_continue and not self._buffer:
-            await send_all(self._sock, b"HTTP/1.1 100 Continue\r\n\r\n")
-        if length is None:
-            return await self._read_chunks(limit)
-        if len(self._buffer) >= length:
-            body, self._buffer = self._buffer[:length], self._buffer[length:]
-            return body
-        parts, missing = [self._buffer], length - len(self._buffer)
-        self._buffer = b""
-        while missing > 0:
-            self._allow(_BODY_GAP_S)
-            data = await self._receive()
-            if not data:
-                raise ClientGoneError
-            parts.append(data[:missing])
-            self._buffer = data[missing:]
-            missing -= len(data)
-        return b"".join(parts)
-
-    async def _read_chunks(self, limit: int) -> bytes:
-        chunks = ChunkedBody(limit)
-        data, self._buffer = self._buffer, b""
-        while True:
-            chunks.feed(data)
-            if chunks.complete:
-                break
-            self._allow(_BODY_GAP_S)
-            data = await self._receive()
-            if not data:
-                raise ClientGoneError
-        if chunks.followed:
-            raise BadRequestError(400, "nothing may follow a chunked body before its answer")
-        return chunks.body()
-
-    async def _answer(self, head: RequestHead, body: bytes) -> bool:
-        """Answer one request; return whether the connection goes on."""
-        choice = route.choose(head.method, head.path)
-        if isinstance(choice, Refusal):
-            return await self._send_refusal(choice, head)
-        if choice != "relayed":
-            page = self._door.page(choice)
-            return await self._send_json(
-                page.status, msgspec.json.encode(page.body), page.retry_after_s, head
-            )
-        backend = self._door.backends[0]
-        lease = backend.lease()
-        if lease is None:
-            return await self._send_refusal(view.unavailable(backend.view()), head)
-        return await self._relay(backend, lease, _errand(backend, head, body))
-
-    async def _relay(self, backend: Backend, lease: Lease, errand: Errand) -> bool:
-        door = self._door
+    async def _relay(
+        self, connection: Connection, backend: Backend, lease: Lease, errand: Errand
+    ) -> bool:
         whole = False
         try:
-            go_on = await relay(errand, self._sock, lease, door.pump)
+            go_on = await relay(errand, connection.sock, lease, self._pump)
             whole = True
-        except GoneError as error:
-            whole = True  # of what there was: no slot works for it
-            reason = f"{backend.plan.name} failed before it answered: {error.reason}"
-            refusal = Refusal(502, reason, "backend_gone")
-        except CutError as error:
-            door.log.warning(f"a reply of {backend.plan.name} was cut: {error.reason}")
+        except GoneError:
+            whole = True  # no slot works for it any more
             raise
-        else:
-            return go_on
+        except CutError as error:
+            whole = True
+            name = backend.plan.name
+            self._log.warning(f"a reply of {name} was cut: {error.reason}", backend=name)
+            raise
         finally:
             lease.end(whole=whole)
-        return await self._send_refusal(refusal, errand.head)
-
-    async def _send_refusal(self, refusal: Refusal, head: RequestHead) -> bool:
-        return await self._send_json(refusal.status, refusal.body(), refusal.retry_after_s, head)
-
-    async def _refuse(self, refusal: Refusal) -> None:
-        """Answer a request that broke the rules, and see that the answer arrives."""
-        self._allow(_LINGER_S)
-        head = RequestHead(
-            "GET", b"/", (), 0, keep_alive=False, http_1_0=False, expects_continue=False
-        )
-        await self._send_json(refusal.status, refusal.body(), None, head)
-        self._sock.shutdown(socket.SHUT_WR)
-        left_bytes = _LINGER_BYTES
-        while left_bytes > 0:
-            data = await self._receive()
-            if not data:
-                return
-            left_bytes -= len(data)
-
-    async def _send_json(
-        self, status: int, body: bytes, retry_after_s: int | None, head: RequestHead
-    ) -> bool:
-        go_on = head.keep_alive and not head.http_1_0
-        lines = [
-            b"HTTP/1.1 %d %s\r\nContent-Type: application/json; charset=utf-8\r\n"
-            b"Content-Length: %d\r\n" % (status, _REASONS.get(status, b"Error"), len(body))
-        ]
-        if retry_after_s is not None:
-            lines.append(b"Retry-After: %d\r\n" % retry_after_s)
-        lines.append(b"\r\n" if go_on else b"Connection: close\r\n\r\n")
-        if head.method != "HEAD":
-            lines.append(body)
-        await send_all(self._sock, b"".join(lines))
         return go_on
 
 
-def _errand(backend: Backend, head: RequestHead, body: bytes) -> Errand:
+def _errand(backend: Backend, head: RequestHead, body: bytes, peek: wire.Peek) -> Errand:
     """Prepare a request for its backend; bodies of llama-server backends pass unchanged."""
     plan = backend.plan
-    peek = wire.peek(body) if body else wire.Peek()
     model = ""
     if plan.upstream_model is not None and body:
         body = wire.with_model(body, plan.upstream_model)

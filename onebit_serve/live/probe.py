@@ -13,7 +13,7 @@ import trio
 from onebit_serve.core import warmup, wire
 from onebit_serve.core.plan import BackendPlan
 from onebit_serve.core.warmup import WarmUpResult
-from onebit_serve.live.upstream import GoneError, exchange, open_stream
+from onebit_serve.live.upstream import GoneError, ask, open_stream
 
 __all__ = ["busy_slots", "is_healthy", "owns_port", "warm_up"]
 
@@ -32,7 +32,7 @@ async def is_healthy(port: int) -> bool | None:
         True for 200, False for another answer, `None` without one.
     """
     try:
-        reply = await exchange(port, "GET", "/health")
+        reply = await ask(port, "GET", "/health")
     except GoneError:
         return None
     return reply.status == _OK
@@ -58,11 +58,11 @@ def owns_port(pid: int, port: int) -> bool:
     return False
 
 
-async def busy_slots(port: int) -> int | None:
+async def busy_slots(port: int, key: str) -> int | None:
     """Return how many slots the backend says are processing, or `None` where it does not say."""
     try:
         with trio.fail_after(_ANSWER_LIMIT_S):
-            reply = await exchange(port, "GET", "/slots")
+            reply = await ask(port, "GET", "/slots", key=key)
         if reply.status != _OK:
             return None
         slots = msgspec.json.decode(reply.body)
@@ -71,33 +71,38 @@ async def busy_slots(port: int) -> int | None:
         return None
 
 
-async def warm_up(plan: BackendPlan, port: int, on_progress: Callable[[], None]) -> WarmUpResult:
+async def warm_up(
+    plan: BackendPlan, port: int, key: str, on_progress: Callable[[], None]
+) -> WarmUpResult:
     """Send a backend its warm-up, and once more if that fails.
 
     Args:
         plan: The backend.
         port: Its port.
+        key: Its API key, or empty.
         on_progress: Called whenever the backend shows that it works.
 
     Returns:
         What it came to; `failure` is set when both tries failed.
     """
-    result = await _try(plan, port, on_progress)
+    result = await _try(plan, port, key, on_progress)
     if result.failure:
         first = result.failure
-        result = await _try(plan, port, on_progress)
+        result = await _try(plan, port, key, on_progress)
         if result.failure and result.failure != first:
             failure = f"{first}; then {result.failure}"
             result = msgspec.structs.replace(result, failure=failure)
     return result
 
 
-async def _try(plan: BackendPlan, port: int, on_progress: Callable[[], None]) -> WarmUpResult:
+async def _try(
+    plan: BackendPlan, port: int, key: str, on_progress: Callable[[], None]
+) -> WarmUpResult:
     began_s = trio.current_time()
     try:
-        target, request = await _request(plan, port)
+        target, request = await _request(plan, port, key)
         began_s = trio.current_time()
-        last = await _send(port, target, request, on_progress)
+        last = await _send(port, key, target, request, on_progress)
     except (GoneError, _WarmUpFailedError) as error:
         return WarmUpResult((trio.current_time() - began_s) * 1000, str(error) or repr(error))
     timings = last.get("timings") or {}
@@ -108,19 +113,18 @@ async def _try(plan: BackendPlan, port: int, on_progress: Callable[[], None]) ->
     )
 
 
-async def _request(plan: BackendPlan, port: int) -> tuple[str, dict[str, Any]]:
+async def _request(plan: BackendPlan, port: int, key: str) -> tuple[str, dict[str, Any]]:
     """Return route and body of the warm-up for this kind of backend."""
     wanted = plan.warm_up
     if plan.kind != "llama-server":
         return "/v1/chat/completions", warmup.chat_request(plan)
-    context = await _context_tokens(port)
+    context = await _context_tokens(port, key)
     decode = min(wanted.decode_tokens, max(1, (context or 1 << 30) // 4))
     tokens = warmup.prompt_tokens_that_fit(wanted.prompt_tokens, decode, context)
     if plan.role == "rerank":
         return "/v1/rerank", warmup.rerank_request(max(1, tokens // 2))
-    seed = await _json(
-        port, "POST", "/tokenize", {"content": warmup.SEED_TEXT, "add_special": False}
-    )
+    text = {"content": warmup.SEED_TEXT, "add_special": False}
+    seed = await _json(port, key, "POST", "/tokenize", text)
     try:
         ids = warmup.prompt_ids(seed["tokens"], tokens)
     except (KeyError, TypeError, ValueError) as error:
@@ -130,17 +134,19 @@ async def _request(plan: BackendPlan, port: int) -> tuple[str, dict[str, Any]]:
     return "/completion", warmup.completion_request(ids, decode)
 
 
-async def _context_tokens(port: int) -> int | None:
+async def _context_tokens(port: int, key: str) -> int | None:
     """Return the context of one slot in tokens, or `None` where `/props` does not say."""
     with contextlib.suppress(_WarmUpFailedError, AttributeError, TypeError, ValueError):
-        props = await _json(port, "GET", "/props")
+        props = await _json(port, key, "GET", "/props")
         return int(props["default_generation_settings"]["n_ctx"])
     return None
 
 
-async def _json(port: int, method: str, target: str, body: dict[str, Any] | None = None) -> Any:
+async def _json(
+    port: int, key: str, method: str, target: str, body: dict[str, Any] | None = None
+) -> Any:
     data = msgspec.json.encode(body) if body is not None else b""
-    reply = await exchange(port, method, target, data)
+    reply = await ask(port, method, target, data, key)
     if reply.status != _OK:
         raise _WarmUpFailedError(_said(target, reply.status, reply.body))
     try:
@@ -150,12 +156,12 @@ async def _json(port: int, method: str, target: str, body: dict[str, Any] | None
 
 
 async def _send(
-    port: int, target: str, request: dict[str, Any], on_progress: Callable[[], None]
+    port: int, key: str, target: str, request: dict[str, Any], on_progress: Callable[[], None]
 ) -> dict[str, Any]:
     """Send the warm-up and read its reply to the end; return its last JSON value."""
     body = msgspec.json.encode(request)
     last: dict[str, Any] = {}
-    async with open_stream(port, "POST", target, body) as stream:
+    async with open_stream(port, "POST", target, body, key) as stream:
         on_progress()
         if stream.status != _OK or not request.get("stream"):
             whole = await stream.read()

@@ -26,6 +26,7 @@ import trio
 
 from onebit_serve.core import wire
 from onebit_serve.core.http import (
+    Headers,
     RequestHead,
     ResponseFramer,
     ResponseHead,
@@ -41,6 +42,7 @@ __all__ = ["ClientGoneError", "CutError", "Errand", "relay"]
 
 _BLOCK_BYTES = 65536
 _HEAD_LIMIT_BYTES = 65536
+_SERVER_ERROR = 500
 _REPLY_LIMIT_BYTES = 64 << 20  # of replies that must be held whole to be put together
 
 
@@ -102,6 +104,8 @@ async def relay(errand: Errand, client: socket.socket, lease: Lease, pump: Pump)
     finished = False
     try:
         head = response_head(raw_head)
+        fatal = framer.status >= _SERVER_ERROR and wire.is_fatal(opened[3])
+        lease.note_status(framer.status, fatal=fatal)
         if errand.assemble or errand.model:
             go_on = await _translate(errand, client, opened, head)
         else:
@@ -125,7 +129,7 @@ async def _ask(errand: Errand, lease: Lease) -> _Opened:
     data = request_bytes(
         head.method,
         head.target,
-        head.headers,
+        _with_key(head.headers, lease.upstream.authorization),
         errand.body,
         host=lease.upstream.host,
         close=errand.stream or errand.assemble,
@@ -138,6 +142,14 @@ async def _ask(errand: Errand, lease: Lease) -> _Opened:
             if not lease.alive():
                 raise
     return await _exchange_heads(errand, await lease.upstream.connect(), data, lease)
+
+
+def _with_key(headers: Headers, authorization: bytes) -> Headers:
+    """Put the child's own key where the client's was, which is between the client and us."""
+    if not authorization:
+        return headers
+    kept = [h for h in headers if h[0] not in (b"authorization", b"x-api-key")]
+    return (*kept, (b"authorization", authorization))
 
 
 class _SilentlyGoneError(GoneError):

@@ -4,12 +4,15 @@ Everybody else sends events (`want`, `halt`) or reads views. What happens to the
 events of the episode (one child from spawn to exit) that saw it; news of an earlier episode are
 dropped by their number, so a late answer of a dead child cannot move the living one. Every
 transition wakes every waiter.
+
+Requests that cannot go at once wait in one line, first come first served; a lease that ends, a
+backend that becomes ready and one that fails move the line.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
-import errno
 import math
 import os
 import random
@@ -19,50 +22,36 @@ from collections.abc import Callable
 
 import trio
 
+from onebit_serve.core import admit
 from onebit_serve.core import life as machine
+from onebit_serve.core.admit import Verdict
 from onebit_serve.core.life import Life, RestartPolicy, State
 from onebit_serve.core.plan import BackendPlan
-from onebit_serve.core.view import BackendView
+from onebit_serve.core.view import BackendView, unavailable
+from onebit_serve.core.wire import Refusal
 from onebit_serve.live import probe
-from onebit_serve.live.child import Child, Exit
+from onebit_serve.live.episode import Episode, Work
 from onebit_serve.live.log import Log
-from onebit_serve.live.upstream import HOST, Upstream
 
-__all__ = ["Backend", "Lease"]
+__all__ = ["Backend", "Lease", "RefusedError"]
 
 _ANYBODY = -1  # the sender of events that are not news of one child
-_POLL_S = 0.02  # a ready backend is seen at once
-_POLL_GAP_S = 0.005  # however much the child prints
-_HEALTH_ANSWER_S = 30.0
-_READY_POLL_S = 15.0
 _SETTLE_POLL_S = 0.25
 _PORT_TRIES = 5
-_CAUSE_LINES = 3
-_HINT_AFTER_S = 30.0
+_FATAL_IN_A_ROW = 3
+_EXIT_NOTICE_S = 1.0
 
 
-class _Episode:
-    """One child from spawn to exit."""
+class RefusedError(Exception):
+    """A request cannot be had answered by this backend.
 
-    def __init__(self, number: int, port: int, child: Child) -> None:
-        self.number = number
-        self.port = port
-        self.child = child
-        self.upstream = Upstream(port)
-        self.spawned_s = time.monotonic()
-        self.heard_s = self.spawned_s
-        self.output = trio.Event()
-        self.scope = trio.CancelScope()
-        self.leaving = False
+    Args:
+        refusal: What to tell the client.
+    """
 
-    def hear(self) -> None:
-        """Note that the child showed a sign of life."""
-        self.heard_s = time.monotonic()
-
-    def on_output(self) -> None:
-        """Wake the health poll: a line may mean that the model is loaded."""
-        self.hear()
-        self.output.set()
+    def __init__(self, refusal: Refusal) -> None:
+        super().__init__(refusal.message)
+        self.refusal = refusal
 
 
 class Lease:
@@ -76,7 +65,7 @@ class Lease:
 
     __slots__ = ("_backend", "_episode", "blocks", "sock", "upstream")
 
-    def __init__(self, backend: Backend, episode: _Episode) -> None:
+    def __init__(self, backend: Backend, episode: Episode) -> None:
         self._backend = backend
         self._episode = episode
         self.upstream = episode.upstream
@@ -85,13 +74,28 @@ class Lease:
 
     def alive(self) -> bool:
         """Whether the child this lease was given for still runs and is meant to serve."""
-        return not self._episode.leaving
+        return not self._episode.leaving.is_set()
+
+    async def wait_left(self) -> bool:
+        """Wait a moment for the news that the child is gone, which a closed connection precedes."""
+        with trio.move_on_after(_EXIT_NOTICE_S):
+            await self._episode.leaving.wait()
+        return self._episode.leaving.is_set()
 
     def cut(self) -> None:
         """End the reply now, as if the child had: nothing more comes on its connection."""
         if self.sock is not None:
             with contextlib.suppress(OSError):
                 self.sock.shutdown(socket.SHUT_RDWR)
+
+    def note_status(self, status: int, *, fatal: bool) -> None:
+        """Note how the child answered.
+
+        Args:
+            status: HTTP status.
+            fatal: Whether it said something that a healthy backend does not say.
+        """
+        self._backend.note_answer(self._episode, status, fatal=fatal)
 
     def end(self, *, whole: bool) -> None:
         """Give the right back.
@@ -102,39 +106,44 @@ class Lease:
         self._backend.take_back(self, self._episode, whole=whole)
 
 
+class _Waiter:
+    """A request in line."""
+
+    def __init__(self) -> None:
+        self.moved = trio.Event()
+        self.lease: Lease | None = None
+        self.refusal: Refusal | None = None
+
+
 class Backend:
     """One backend: its plan, its life, and the child of the moment.
 
     Args:
         plan: What to run.
         log: Where to say what happened.
-        policy: When to start again.
         stop_s: Seconds from the first TERM to KILL.
-        needed: Whether `/health` waits for it.
+
+    Attributes:
+        plan: What runs.
+        ended: How its last child ended, in words; empty before the first end.
     """
 
-    def __init__(
-        self,
-        plan: BackendPlan,
-        log: Log,
-        *,
-        policy: RestartPolicy,
-        stop_s: float,
-        needed: bool = True,
-    ) -> None:
+    def __init__(self, plan: BackendPlan, log: Log, *, stop_s: float) -> None:
         self.plan = plan
-        self.leases: set[Lease] = set()
+        self.ended = ""
         self._log = log
-        self._policy = policy
+        self._policy = RestartPolicy(enabled=plan.limits.restart)
         self._stop_s = stop_s
-        self._needed = needed
         self._life = Life(since_s=time.monotonic())
-        self._episode: _Episode | None = None
+        self._episode: Episode | None = None
         self._changed = trio.Event()
         self._send, self._receive = trio.open_memory_channel[tuple[int, machine.Event]](math.inf)
-        self._load_ms: float | None = None
-        self._warm_up_ms: float | None = None
+        self._leases: set[Lease] = set()
+        self._line: collections.deque[_Waiter] = collections.deque()
         self._abandoned = False
+        self._was_ready = False
+        self._fatal_answers = 0
+        self._ports_taken = 0
         self._nursery: trio.Nursery | None = None
 
     def __repr__(self) -> str:
@@ -145,6 +154,7 @@ class Backend:
         """Return what can be seen of it now."""
         life, episode = self._life, self._episode
         last = episode.child.tail.last(1) if episode and life.state is not State.READY else []
+        warm_up = episode.warm_up if episode else None
         return BackendView(
             name=self.plan.name,
             served_id=self.plan.served_id,
@@ -153,27 +163,33 @@ class Backend:
             binary=self.plan.binary,
             state=life.state,
             since_s=time.monotonic() - life.since_s,
-            needed=self._needed,
+            needed=not self.plan.lazy,
             port=episode.port if episode else None,
             pid=episode.child.pid if episode else None,
             cause=life.cause,
             degraded=life.degraded,
-            load_ms=self._load_ms,
-            warm_up_ms=self._warm_up_ms,
+            ended=self.ended,
+            load_ms=episode.load_ms if episode else None,
+            warm_up_ms=warm_up.took_ms if warm_up else None,
             warm_up_skipped=self.plan.warm_up.skip,
             restarts=life.restarts,
-            in_flight=len(self.leases),
+            in_flight=len(self._leases),
+            waiting=len(self._line),
             abandoned=self._abandoned,
             last_line=last[0] if last else "",
         )
 
+    def output(self, lines: int) -> list[str]:
+        """Return the last lines that the child of the moment printed."""
+        return self._episode.child.tail.last(lines) if self._episode else []
+
     def want(self) -> None:
         """Ask for it to be running; one that is on its way already goes on."""
-        self._post(machine.Wanted())
+        self._post(machine.Wanted(), _ANYBODY)
 
     def halt(self) -> None:
         """Ask for it to be stopped."""
-        self._post(machine.Halted())
+        self._post(machine.Halted(), _ANYBODY)
 
     def kill(self) -> None:
         """Kill the child's group at once, without telling anybody."""
@@ -188,16 +204,80 @@ class Backend:
                 return view
             await changed.wait()
 
-    def lease(self) -> Lease | None:
-        """Return the right to send it a request now, or `None` while it is not ready."""
-        if self._life.state is State.READY and self._episode:
-            lease = Lease(self, self._episode)
-            self.leases.add(lease)
-            return lease
+    def grant(self) -> Lease | None:
+        """Return a lease where a request may go at once, without a look at anything else."""
+        if self._life.state is State.READY and not self._line and self._episode:
+            most = self.plan.limits.max_in_flight
+            if not most or len(self._leases) < most:
+                return self._lease(self._episode)
         return None
 
-    def _post(self, event: machine.Event, episode: int | None = None) -> None:
-        self._send.send_nowait((_ANYBODY if episode is None else episode, event))
+    async def admit(self, park_s: float) -> Lease:
+        """Return the right to send a request, after a wait in line where it takes one.
+
+        Args:
+            park_s: Seconds to wait at most.
+
+        Raises:
+            RefusedError: The request cannot go there, now or in time.
+        """
+        lease = self.grant()
+        if lease is not None:
+            return lease
+        first_start = not self.plan.lazy and not self._was_ready
+        verdict = admit.decide(
+            self.view(), self.plan.limits, waiting=len(self._line), first_start=first_start
+        )
+        if isinstance(verdict, Refusal):
+            raise RefusedError(verdict)
+        waiter = _Waiter()
+        self._line.append(waiter)
+        if verdict is Verdict.START_AND_WAIT:
+            self.want()
+        began_s = time.monotonic()
+        try:
+            with trio.move_on_after(park_s):
+                await waiter.moved.wait()
+        except trio.Cancelled:
+            if waiter.lease:
+                waiter.lease.end(whole=True)
+            raise
+        finally:
+            if not waiter.moved.is_set():
+                self._line.remove(waiter)
+        if waiter.lease is not None:
+            return waiter.lease
+        waited_s = time.monotonic() - began_s
+        raise RefusedError(waiter.refusal or admit.parked_too_long(self.view(), waited_s))
+
+    def _lease(self, episode: Episode) -> Lease:
+        lease = Lease(self, episode)
+        self._leases.add(lease)
+        if len(self._leases) == 1:
+            episode.hear()
+        return lease
+
+    def _move_line(self) -> None:
+        """Let those go who can, and tell those who cannot any more."""
+        if self._life.state is State.FAILED:
+            refusal = unavailable(self.view())
+            while self._line:
+                waiter = self._line.popleft()
+                waiter.refusal = refusal
+                waiter.moved.set()
+        most = self.plan.limits.max_in_flight
+        while (
+            self._line
+            and self._life.state is State.READY
+            and self._episode
+            and (not most or len(self._leases) < most)
+        ):
+            waiter = self._line.popleft()
+            waiter.lease = self._lease(self._episode)
+            waiter.moved.set()
+
+    def _post(self, event: machine.Event, number: int) -> None:
+        self._send.send_nowait((number, event))
 
     async def run(self) -> None:
         """Drive the life until cancelled; a child that still runs then is killed."""
@@ -206,9 +286,19 @@ class Backend:
             try:
                 async for number, event in self._receive:
                     if number in (_ANYBODY, self._life.starts):
-                        self._take(event, from_child=number != _ANYBODY)
+                        self._take(self._judged(event), from_child=number != _ANYBODY)
             finally:
                 self.kill()
+
+    def _judged(self, event: machine.Event) -> machine.Event:
+        """Let a stolen port be no excuse for ever."""
+        if isinstance(event, machine.Exited) and event.again:
+            self._ports_taken += 1
+            if self._ports_taken >= _PORT_TRIES:
+                return machine.Exited(f"{event.cause}; that was the {_PORT_TRIES}th in a row")
+        elif isinstance(event, machine.Healthy):
+            self._ports_taken = 0
+        return event
 
     def _take(self, event: machine.Event, *, from_child: bool) -> None:
         before = self._life
@@ -218,11 +308,28 @@ class Backend:
             if not from_child:
                 raise
             return  # news that crossed a stop or an exit on its way here
+        if isinstance(event, machine.Exited):
+            self._bury(before)
+        self._was_ready = self._was_ready or self._life.state is State.READY
         self._announce(before, event)
         for effect in effects:
             self._carry_out(effect)
         self._changed.set()
         self._changed = trio.Event()
+        self._move_line()
+
+    def _bury(self, before: Life) -> None:
+        episode, self._episode = self._episode, None
+        if episode is None or episode.ended is None:
+            self.ended = "never started"
+        elif before.state is State.STOPPING and not before.broken:
+            self.ended = f"stopped ({episode.ended})"
+        elif episode.killed_for_memory:
+            self.ended = "killed for memory"
+        elif episode.ended.signal is not None and before.state is not State.STOPPING:
+            self.ended = f"crashed ({episode.ended})"
+        else:
+            self.ended = f"exited ({episode.ended})"
 
     def _carry_out(self, effect: machine.Effect) -> None:
         nursery, episode = self._nursery, self._episode
@@ -231,20 +338,37 @@ class Backend:
             case machine.Start():
                 self._start(nursery)
             case machine.WarmUp() if episode:
-                nursery.start_soon(self._warm, episode)
+                nursery.start_soon(episode.warm)
             case machine.Stop() if episode:
-                episode.leaving = True
-                episode.upstream.close()
-                for lease in self.leases:
+                episode.leave()
+                for lease in self._leases:
                     lease.cut()
                 nursery.start_soon(episode.child.stop, self._stop_s)
             case machine.Pause(pause_s=pause_s):
-                nursery.start_soon(self._pause, pause_s * random.uniform(1.0, 1.2))  # noqa: S311
+                jitter = random.uniform(1.0, 1.2)  # noqa: S311 - several must not start at once
+                nursery.start_soon(self._pause, pause_s * jitter)
+
+    def _start(self, nursery: trio.Nursery) -> None:
+        number = self._life.starts
+        self._fatal_answers = 0
+        try:
+            self._episode = Episode.start(number, self.plan, self._log, self._post, self._work)
+        except OSError as error:
+            cause = f"could not be started: {error.strerror}: {self.plan.binary}"
+            self._post(machine.Exited(cause), number)
+            return
+        nursery.start_soon(self._episode.run)
+
+    def _work(self) -> Work:
+        return tuple(lease.blocks for lease in self._leases) if self._leases else None
+
+    async def _pause(self, pause_s: float) -> None:
+        number = self._life.starts
+        await trio.sleep(pause_s)
+        self._post(machine.PauseOver(), number)
 
     def _announce(self, before: Life, event: machine.Event) -> None:
-        life, plan = self._life, self.plan
-        state = before.state
-        name = os.path.basename(plan.binary)  # noqa: PTH119 - a name, not a file
+        life, plan, state = self._life, self.plan, before.state
         facts: dict[str, object] = {"backend": plan.name}
         match event:
             case machine.Warmed(degraded=degraded) if degraded:
@@ -256,186 +380,42 @@ class Backend:
             case machine.Exited(cause=cause) if state is not State.STOPPING:
                 self._log.error(f"a {plan.device} backend {cause}", **facts)
         if life.state is State.LOADING and state is not State.LOADING:
+            name = os.path.basename(plan.binary)  # noqa: PTH119 - a name, not a file
             self._log.say(f"{plan.served_id} on {plan.device} ({name})", **facts)
+        spent = len(life.failures_s) > self._policy.burst
+        if spent and life.state is State.FAILED and state is not State.FAILED:
+            self._log.error(
+                f"{plan.name} failed {len(life.failures_s)} times in {self._policy.window_s:g} s "
+                f"and stays down; a request or `POST /v1/backends/{plan.name}/start` tries again",
+                **facts,
+            )
 
-    def _start(self, nursery: trio.Nursery) -> None:
-        number = self._life.starts
-        port = _free_port()
-        environment = {k: v for k, v in os.environ.items() if k not in self.plan.unset_env}
-        environment.update(self.plan.set_env)
-        self._load_ms = self._warm_up_ms = None
-        try:
-            child = Child.spawn(self.plan.command(port), environment)
-        except OSError as error:
-            cause = f"could not be started: {error.strerror}: {self.plan.binary}"
-            self._post(machine.Exited(cause), number)
+    def note_answer(self, episode: Episode, status: int, *, fatal: bool) -> None:
+        """Count answers in a row that only a broken backend gives."""
+        if not fatal:
+            self._fatal_answers = 0
             return
-        self._episode = _Episode(number, port, child)
-        nursery.start_soon(self._live, self._episode)
+        self._fatal_answers += 1
+        if self._fatal_answers == _FATAL_IN_A_ROW:
+            cause = f"{_FATAL_IN_A_ROW} answers in a row were HTTP {status} with a compute error"
+            self._post(machine.Broken(cause), episode.number)
 
-    async def _live(self, episode: _Episode) -> None:
-        """See one child through from spawn to exit."""
-        with trio.CancelScope(shield=True):
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(self._until_healthy, episode)
-                ended = await episode.child.run(episode.on_output)
-                nursery.cancel_scope.cancel()
-            episode.leaving = True
-            episode.scope.cancel()
-            episode.upstream.close()
-            if self._episode is episode:
-                self._episode = None
-            self._post(self._obituary(episode, ended), episode.number)
-
-    def _obituary(self, episode: _Episode, ended: Exit) -> machine.Exited:
-        state = self._life.state
-        stolen = state is State.LOADING and _is_taken(episode.port)
-        if stolen and self._life.starts < _PORT_TRIES:
-            cause = f"found its port {episode.port} taken by another program; it takes another"
-            return machine.Exited(cause, again=True)
-        lines = " | ".join(episode.child.tail.last(_CAUSE_LINES)) or "(none)"
-        return machine.Exited(f"exited ({ended}) while {state.value}; its last lines: {lines}")
-
-    async def _until_healthy(self, episode: _Episode) -> None:
-        """Poll `/health` until it is 200 on a port that is the child's own."""
-        import psutil  # noqa: F401 - now, while the child loads, not when it is ready
-
-        hinted = False
-        while True:
-            with trio.move_on_after(_HEALTH_ANSWER_S):
-                if await probe.is_healthy(episode.port) and probe.owns_port(
-                    episode.child.pid, episode.port
-                ):
-                    break
-            waited_s = time.monotonic() - episode.spawned_s
-            if waited_s > _HINT_AFTER_S and not hinted:
-                hinted = True
-                said = " | ".join(episode.child.tail.last(1)) or "nothing yet"
-                self._log.say(
-                    f"{self.plan.name} is loading for {waited_s:.0f} s; it said last: {said}"
-                )
-            await trio.sleep(_POLL_GAP_S)
-            with trio.move_on_after(_POLL_S - _POLL_GAP_S):
-                await episode.output.wait()
-            episode.output = trio.Event()
-        self._load_ms = (time.monotonic() - episode.spawned_s) * 1000
-        self._post(machine.Healthy(), episode.number)
-        episode.hear()
-        await self._watch_ready(episode)
-
-    async def _watch_ready(self, episode: _Episode) -> None:
-        """Ask a ready backend for its health when nothing else showed lately that it lives."""
-        hang_s = self.plan.warm_up.hang_s or math.inf
-        while True:
-            await trio.sleep(max(1.0, episode.heard_s + _READY_POLL_S - time.monotonic()))
-            silent_s = time.monotonic() - episode.heard_s
-            if silent_s < _READY_POLL_S or self._life.state is not State.READY:
-                continue
-            with trio.move_on_after(_HEALTH_ANSWER_S):
-                if await probe.is_healthy(episode.port):
-                    episode.hear()
-                    continue
-            if time.monotonic() - episode.heard_s > hang_s:
-                cause = f"no answer from /health for {time.monotonic() - episode.heard_s:.0f} s"
-                self._post(machine.Broken(cause), episode.number)
-                return
-
-    async def _warm(self, episode: _Episode) -> None:
-        """Send the warm-up and say how long it took."""
-        plan, port, number = self.plan, episode.port, episode.number
-        warm_up = plan.warm_up
-        if warm_up.skip:
-            self._log.say(f"warm-up skipped on port {port} ({warm_up.skip})", backend=plan.name)
-            self._post(machine.Warmed(), number)
-            return
-        with episode.scope:
-            async with trio.open_nursery() as nursery:
-                if warm_up.hang_s:
-                    nursery.start_soon(self._break_if_stuck, episode, warm_up.hang_s)
-                result = None
-                with trio.move_on_after(warm_up.deadline_s):
-                    result = await probe.warm_up(plan, port, episode.hear)
-                nursery.cancel_scope.cancel()
-            if result is None:
-                failure = f"the warm-up was cancelled after {warm_up.deadline_s:g} s"
-                self._post(machine.Warmed(degraded=failure), number)
-                return
-            self._warm_up_ms = result.took_ms
-            if not result.failure:
-                self._log.say(
-                    f"warm-up request on port {port} took {result.took_ms:.0f} ms",
-                    backend=plan.name,
-                    port=port,
-                    took_ms=round(result.took_ms, 1),
-                    prompt_tokens=result.prompt_tokens,
-                    decode_tokens=result.decode_tokens,
-                )
-                self._post(machine.Warmed(), number)
-                return
-            # a child that is dying takes its answers with it: let its exit be heard first
-            await trio.sleep(_POLL_S)
-            self._post(machine.Warmed(degraded=f"the warm-up failed: {result.failure}"), number)
-
-    async def _break_if_stuck(self, episode: _Episode, hang_s: float) -> None:
-        """Declare the child hung when neither a byte nor CPU time shows that it works."""
-        import psutil
-
-        try:
-            process = psutil.Process(episode.child.pid)
-            cpu_s = _cpu_s(process)
-            episode.hear()
-            while time.monotonic() - episode.heard_s < hang_s:
-                every_s = max(min(1.0, hang_s / 10), 0.02)
-                await trio.sleep(every_s)
-                before_s, cpu_s = cpu_s, _cpu_s(process)
-                if cpu_s - before_s > every_s * 0.02:
-                    episode.hear()
-        except psutil.Error:
-            return
-        cause = f"no progress for {hang_s:g} s during the warm-up"
-        self._post(machine.Broken(cause), episode.number)
-
-    async def _pause(self, pause_s: float) -> None:
-        number = self._life.starts
-        await trio.sleep(pause_s)
-        self._post(machine.PauseOver(), number)
-
-    def take_back(self, lease: Lease, episode: _Episode, *, whole: bool) -> None:
+    def take_back(self, lease: Lease, episode: Episode, *, whole: bool) -> None:
         """Count a request out; the slot of a client who left is busy until the backend says no."""
-        self.leases.discard(lease)
+        self._leases.discard(lease)
         episode.hear()
-        if not whole and not episode.leaving and not self._abandoned and self._nursery:
+        if not whole and not episode.leaving.is_set() and not self._abandoned and self._nursery:
             self._abandoned = True
             self._nursery.start_soon(self._settle, episode)
+        if self._line:
+            self._move_line()
 
-    async def _settle(self, episode: _Episode) -> None:
+    async def _settle(self, episode: Episode) -> None:
         try:
-            while not episode.leaving:
-                busy = await probe.busy_slots(episode.port)
-                if busy is None or busy <= len(self.leases):
+            while not episode.leaving.is_set():
+                busy = await probe.busy_slots(episode.port, episode.key)
+                if busy is None or busy <= len(self._leases):
                     return
                 await trio.sleep(_SETTLE_POLL_S)
         finally:
             self._abandoned = False
-
-
-def _cpu_s(process: object) -> float:
-    times = process.cpu_times()  # type: ignore[attr-defined]
-    return float(times.user + times.system)
-
-
-def _free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind((HOST, 0))
-        port: int = sock.getsockname()[1]
-        return port
-
-
-def _is_taken(port: int) -> bool:
-    with socket.socket() as sock:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            sock.bind((HOST, port))
-        except OSError as error:
-            return error.errno == errno.EADDRINUSE
-        return False

@@ -18,7 +18,7 @@ import trio
 
 from onebit_serve.core.http import Reply, ResponseFramer, request_bytes
 
-__all__ = ["HOST", "GoneError", "Upstream", "exchange", "open_stream", "receive", "send_all"]
+__all__ = ["HOST", "GoneError", "Upstream", "ask", "open_stream", "receive", "send_all"]
 
 HOST = "127.0.0.1"
 _BLOCK_BYTES = 65536
@@ -77,10 +77,16 @@ class Upstream:
 
     Args:
         port: The child's port on loopback.
+        key: Its API key, or empty.
+
+    Attributes:
+        host: Value of `Host` for it.
+        authorization: Value of `Authorization` for it, or empty.
     """
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, key: str = "") -> None:
         self.port = port
+        self.authorization = b"Bearer " + key.encode() if key else b""
         self.host = b"%s:%d" % (HOST.encode(), port)
         self._idle: list[tuple[float, socket.socket]] = []
         self._closed = False
@@ -200,10 +206,10 @@ async def open_stream(
     Raises:
         GoneError: No connection, or it ended before the head was whole.
     """
-    upstream = Upstream(port)
+    upstream = Upstream(port, key)
     headers = [(b"content-type", b"application/json")] if body else []
     if key:
-        headers.append((b"authorization", b"Bearer " + key.encode()))
+        headers.append((b"authorization", upstream.authorization))
     request = request_bytes(method, target.encode(), headers, body, host=upstream.host, close=True)
     sock = await upstream.connect()
     try:
@@ -222,7 +228,7 @@ async def open_stream(
         sock.close()
 
 
-async def exchange(port: int, method: str, target: str, body: bytes = b"", key: str = "") -> Reply:
+async def ask(port: int, method: str, target: str, body: bytes = b"", key: str = "") -> Reply:
     """Send one request and return its whole reply; arguments and errors as `open_stream`."""
     async with open_stream(port, method, target, body, key) as stream:
         return Reply(stream.status, await stream.read())

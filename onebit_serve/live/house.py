@@ -1,0 +1,102 @@
+"""All backends of one `1bit serve`: who takes a request, and what a person may do to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import trio
+
+from onebit_serve.core import route
+from onebit_serve.core.life import State
+from onebit_serve.core.plan import Plan
+from onebit_serve.core.view import BackendView
+from onebit_serve.core.wire import Refusal
+from onebit_serve.live.log import Log
+from onebit_serve.live.supervise import Backend
+
+__all__ = ["House"]
+
+_DOWN = (State.STOPPED, State.FAILED)
+
+
+class House:
+    """The backends, in order of start.
+
+    Args:
+        plan: What runs.
+        log: Where to say what happened.
+        nursery: Where each backend's task lives.
+    """
+
+    def __init__(self, plan: Plan, log: Log, nursery: trio.Nursery) -> None:
+        self.plan = plan
+        self._log = log
+        self._nursery = nursery
+        self._backends: dict[str, Backend] = {}
+        for backend_plan in plan.backends:
+            self._add(Backend(backend_plan, log, stop_s=plan.server.stop_s))
+
+    def _add(self, backend: Backend) -> None:
+        self._backends[backend.plan.name] = backend
+        self._nursery.start_soon(backend.run)
+
+    def __iter__(self) -> Iterator[Backend]:
+        """Go through the backends in order of start."""
+        return iter(tuple(self._backends.values()))
+
+    def get(self, name: str) -> Backend | None:
+        """Return a backend by its name."""
+        return self._backends.get(name)
+
+    def views(self) -> tuple[BackendView, ...]:
+        """Return what can be seen of the backends now."""
+        return tuple(backend.view() for backend in self._backends.values())
+
+    def pick(self, path: str, model: str) -> Backend | Refusal:
+        """Return the backend that takes a request, or why none does."""
+        if len(self._backends) == 1:
+            return next(iter(self._backends.values()))
+        picked = route.pick([b.plan for b in self._backends.values()], path, model)
+        return picked if isinstance(picked, Refusal) else self._backends[picked]
+
+    def start(self) -> None:
+        """Start every eager backend."""
+        for backend in self._backends.values():
+            if not backend.plan.lazy:
+                backend.want()
+
+    async def wait_started(self) -> BackendView | None:
+        """Wait until every eager backend is ready; return the first that failed, if one did."""
+        for backend in tuple(self._backends.values()):
+            if not backend.plan.lazy:
+                view = await backend.wait_for(lambda v: v.state in (State.READY, State.FAILED))
+                if view.state is State.FAILED:
+                    return view
+        return None
+
+    async def wait_failed(self) -> BackendView:
+        """Wait until any backend has failed, and return it."""
+        found: list[BackendView] = []
+
+        async def watch(backend: Backend, done: Callable[[], None]) -> None:
+            found.append(await backend.wait_for(lambda v: v.state is State.FAILED))
+            done()
+
+        async with trio.open_nursery() as nursery:
+            for backend in tuple(self._backends.values()):
+                nursery.start_soon(watch, backend, nursery.cancel_scope.cancel)
+        return found[0]
+
+    async def stop(self) -> None:
+        """Stop every backend, the last started first."""
+        for backend in reversed(tuple(self._backends.values())):
+            await self._stop_one(backend)
+
+    async def _stop_one(self, backend: Backend) -> None:
+        backend.halt()
+        await backend.wait_for(lambda v: v.state in _DOWN)
+
+    def kill(self) -> None:
+        """Kill every child at once."""
+        for backend in self._backends.values():
+            backend.kill()
