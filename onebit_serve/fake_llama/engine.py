@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import codecs
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Generator, Iterator
 from typing import Any, NamedTuple
 
 from . import text
@@ -16,7 +17,6 @@ from .world import World
 
 __all__ = ["Engine", "Job", "LeftError", "Progress", "Token"]
 
-BATCHES_A_CHECK = 2048
 NO_DECODE_MS = 0.001
 WAIT_STEP_S = 0.02
 
@@ -145,7 +145,7 @@ class Engine:
             self.works += 1
             return self.works
 
-    def run(self, job: Job) -> Iterator[Progress | Token]:
+    def run(self, job: Job) -> Generator[Progress | Token, None, None]:
         """Do one request; what it yields can be streamed as it comes.
 
         Raises:
@@ -163,18 +163,23 @@ class Engine:
                 self.changed.notify_all()
             self._report(job)
 
-    def _take(self, job: Job) -> Slot:
+    def _wait_for_slot(self, job: Job) -> tuple[Slot, str]:
         with self.changed:
             self.waiting += 1
-            try:
-                taken = self.slots.take(job.prompt, job.pinned)
-                while taken is None:
+        try:
+            while True:
+                with self.changed:
+                    if taken := self.slots.take(job.prompt, job.pinned):
+                        return taken
                     self.changed.wait(WAIT_STEP_S)
-                    job.pause(0)
-                    taken = self.slots.take(job.prompt, job.pinned)
-            finally:
+                job.pause(0)
+        finally:
+            with self.changed:
                 self.waiting -= 1
-            slot, how = taken
+
+    def _take(self, job: Job) -> Slot:
+        slot, how = self._wait_for_slot(job)
+        with self.changed:
             if not (job.cache and self._cache):
                 slot.tokens, slot.checkpoints = [], []
             self._tasks += 1
@@ -194,14 +199,14 @@ class Engine:
         done = job.cached
         yield Progress(done, 0)
         if job.number <= count and seconds:
-            self._hold(job, seconds)
+            job.pause(seconds)
             job.prompt_ms += seconds * 1000
         since_check = 0
         for batch in self.costs.batches(len(job.prompt) - job.cached, self.ubatch):
             with self._device:
                 built = job.meets(batch.shape, self.built)
                 ms = batch.ms + (0.0 if built else batch.build_ms)
-                self._sleep(self.costs.prefill_wall_s(ms))
+                time.sleep(self.costs.prefill_wall_s(ms))
             job.prompt_ms += ms
             done += batch.tokens
             since_check += batch.tokens
@@ -211,14 +216,6 @@ class Engine:
                 since_check = 0
                 job.pause(0)
             yield Progress(done, job.prompt_ms)
-
-    def _hold(self, job: Job, seconds: float) -> None:
-        """Wait in small steps, so that a client that leaves is noticed."""
-        job.pause(seconds)
-
-    def _sleep(self, seconds: float) -> None:
-        if seconds > 0:
-            threading.Event().wait(seconds)
 
     def _limit(self, job: Job) -> tuple[int, str]:
         """Return how many tokens at most, and why it ends there."""

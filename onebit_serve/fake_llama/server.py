@@ -7,6 +7,7 @@ import socket
 import struct
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,9 @@ class Server:
                 self._routes.answer(conn, request)
         except HttpError as problem:
             self._refuse(conn, request, number, problem.status, problem.value)
+        except (TypeError, ValueError, AttributeError, KeyError) as problem:
+            why = f"[json.exception.type_error.302] {problem}"
+            self._refuse(conn, request, number, 400, error(400, why))
         except text.BadMessagesError as problem:
             self._refuse(conn, request, number, problem.status, error(problem.status, str(problem)))
 
@@ -297,22 +301,23 @@ class Server:
         """Do one job and, if it streams, send it on the way."""
         job, begun = answer.job, False
         wants_progress = bool(answer.body.get("return_progress"))
-        for event in self._engine.run(job):
-            if not job.stream:
-                continue
-            if isinstance(event, Progress):
-                if wants_progress:
-                    self._head(conn)
-                    answer.progress(conn, event.processed, event.ms)
-                continue
-            self._head(conn)
-            if not begun:
-                begun = True
-                answer.begin(conn)
-            answer.token(conn, event.id, event.text)
-            if rule := self._failure(job.number, "stream"):
-                self._stream_error(conn, rule.message)
-                return
+        with closing(self._engine.run(job)) as events:  # a slot is given back whatever happens
+            for event in events:
+                if not job.stream:
+                    continue
+                if isinstance(event, Progress):
+                    if wants_progress:
+                        self._head(conn)
+                        answer.progress(conn, event.processed, event.ms)
+                    continue
+                self._head(conn)
+                if not begun:
+                    begun = True
+                    answer.begin(conn)
+                answer.token(conn, event.id, event.text)
+                if rule := self._failure(job.number, "stream"):
+                    self._stream_error(conn, rule.message)
+                    return
         if job.stream and self._failure(job.number, "format"):
             self._stream_error(conn, replies.FORMAT_MESSAGE)
         elif job.stream:

@@ -495,6 +495,26 @@ def test_the_context_of_the_model_can_be_set(fake: Fake) -> None:
     assert llama.get("/props").json()["default_generation_settings"]["n_ctx"] == 2048
 
 
+def test_values_of_a_wrong_type_are_400(fake: Fake) -> None:
+    llama = fake().ready()
+    for body in ({"prompt": "x", "n_predict": "many"}, {"prompt": "x", "id_slot": {}}):
+        assert llama.post("/completion", body).status_code == 400
+    assert llama.complete("x")["stop"] is True
+
+
+def test_who_waits_for_a_slot_gets_it_or_may_leave(fake: Fake) -> None:
+    llama = fake("tps=20", "-np", "1").ready()
+    body = {"prompt": "x", "n_predict": 100_000}
+    first, second = (llama.open_stream("/completion", body) for _ in range(2))
+    until(lambda: len([r for r in llama.record("request") if r["work"]]) == 2, "both requests")
+    second.close()
+    until(lambda: llama.record("gone"), "the one that left")
+    third = llama.open_stream("/completion", {"prompt": "x", "n_predict": 1})
+    first.close()
+    assert b'"stop":true' in b"".join(received(third))
+    third.close()
+
+
 def test_the_manual_lists_every_knob_and_no_other() -> None:
     manual = Path(__file__).parents[2] / "docs" / "fake-backend.md"
     table = manual.read_text().partition("## Knobs")[2].partition("## The cost model")[0]
