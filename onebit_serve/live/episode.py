@@ -169,9 +169,15 @@ class Episode:
         """Poll `/health` until it is 200 on a port that is the child's own."""
         import psutil  # noqa: F401 - now, while the child loads, not when it is ready
 
+        owned = False
         while True:
             with trio.move_on_after(_HEALTH_ANSWER_S):
-                if await probe.is_healthy(self.port) and probe.owns_port(self.child.pid, self.port):
+                healthy = await probe.is_healthy(self.port)
+                # asked as soon as anybody answers: it takes milliseconds that ready would wait for
+                owned = owned or (
+                    healthy is not None and probe.owns_port(self.child.pid, self.port)
+                )
+                if healthy and owned:
                     break
             await trio.sleep(_POLL_GAP_S)
             with trio.move_on_after(_POLL_S - _POLL_GAP_S):
