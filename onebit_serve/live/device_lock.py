@@ -28,19 +28,19 @@ def lock_name(device: str) -> str:
 
 
 @contextmanager
-def device_lock(device: str, purpose: str, folder: str = _FOLDER) -> Iterator[None]:
+def device_lock(device: str, purpose: str, folder: str = "") -> Iterator[None]:
     """Hold a device for a measurement.
 
     Args:
         device: The device word (`hrx`, `cpu`, `Vulkan0`, ...).
         purpose: What for, told to whoever finds it taken, for example `1bit gate full`.
-        folder: Where the lock files are.
+        folder: Where the lock files are; empty takes $ONEBIT_LOCK_DIR, else /tmp.
 
     Raises:
         NotRunError: Another measurement holds it, or the file cannot be opened.
     """
     name = lock_name(device)
-    path = Path(folder) / f"onebit-{name}.lock"
+    path = Path(folder or os.environ.get("ONEBIT_LOCK_DIR") or _FOLDER) / f"onebit-{name}.lock"
     try:
         fd = _open(path)
     except OSError as error:

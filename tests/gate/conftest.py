@@ -42,7 +42,7 @@ prompt_tokens = 64
 decode_tokens = 8
 limits = { prefill = 0.9, decode = 0.9 }
 [needle]
-tokens = 300
+tokens = 200
 depths = [0.1, 0.5, 0.9]
 reply_tokens = 16
 [[needle.facts]]

@@ -153,6 +153,7 @@ async def test_a_server_that_does_not_start_is_a_failure_to_load(gate, tmp_path)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 async def test_a_context_that_forgets_the_middle_is_caught_by_needle_only(gate, smollm2):
     gate.use_model(smollm2)
     assert (await gate.run("needle")).code == 0
