@@ -185,7 +185,9 @@ class Climb(msgspec.Struct, frozen=True):
         """Tell whether more could be sent while idle than was planned."""
         waiting = any(not request.shapes <= self.done for request in self.ladder.before)
         shapes = [shape for shape in self.ladder.too_long if shape not in self.done]
-        return waiting or any(self._is_short(single(self.model, shape)) for shape in shapes)
+        return waiting or any(
+            self._is_short(single(self.model, self.costs, shape)) for shape in shapes
+        )
 
     def _is_surprised(self) -> bool:
         low, high = sorted(
@@ -220,6 +222,7 @@ def begin(
     cache_found: bool = False,
     first_prompt_tokens: int = 0,
     first_decode_tokens: int = 1,
+    first_step_s: float = 0.0,
     idle_max_s: float = 0.5,
 ) -> Climb:
     """Return a climb that has not planned yet.
@@ -232,6 +235,7 @@ def begin(
         cache_found: Whether a driver or runtime cache was found.
         first_prompt_tokens: Prompt of the warm-up request that ran already; 0 if none did.
         first_decode_tokens: Tokens it generated.
+        first_step_s: Seconds between these tokens, by the clock; 0 is unknown.
         idle_max_s: `[warmup] idle_max_ms` in seconds.
     """
     done = frozenset[Shape]()
@@ -239,6 +243,8 @@ def begin(
         done = warms(model, first_prompt_tokens, (first_decode_tokens,))
     if costs is None:
         costs = Costs(first_s=default_first_s(device, cache_found=cache_found))
+    if first_step_s > 0:
+        costs = msgspec.structs.replace(costs, step_s=first_step_s)
     return Climb(
         model,
         demand(model, histogram),

@@ -10,6 +10,7 @@ waits no longer than `idle_max_s` for what cannot be cancelled.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 
@@ -32,9 +33,12 @@ __all__ = [
     "warms",
 ]
 
-DECODE_BASE_TOKENS = 8
-"""Tokens the shortest sequence of a burst generates: all have arrived before it ends."""
-DECODE_STAGGER_TOKENS = 2
+BURST_STEPS, BURST_S = 8, 0.15
+"""The shortest sequence of a burst takes so many steps and so long: all others arrive before it
+ends, on a fast backend and a busy machine too."""
+STAGGER_STEPS, STAGGER_S = 2, 0.02
+"""How much longer the next one takes, so that each number of sequences decodes together."""
+MOST_STEPS = 400
 CHEAP_S = 0.010
 """A first use that costs less than this beyond its warm time is not worth a request."""
 FIRST_S = {"hrx": 0.165}
@@ -155,25 +159,28 @@ def warms(model: ShapeModel, prompt_tokens: int, decode_tokens: Sequence[int]) -
     return model.decode(len(decode_tokens))
 
 
-def single(model: ShapeModel, shape: Shape) -> Request:
+def single(model: ShapeModel, costs: Costs, shape: Shape) -> Request:
     """Return the cheapest request that warms one shape."""
-    prompt, decode = 1, _staggered(shape.sequences)
+    prompt, decode = 1, _staggered(costs, shape.sequences)
     if not shape.sequences:
         prompt, decode = model.splitting.prompt_for(shape.tokens), (1,)
     return Request(prompt, decode, warms(model, prompt, decode))
 
 
-def _staggered(sequences: int) -> tuple[int, ...]:
-    return tuple(DECODE_BASE_TOKENS + DECODE_STAGGER_TOKENS * i for i in range(sequences))
+def _staggered(costs: Costs, sequences: int) -> tuple[int, ...]:
+    step_s = max(costs.step_s, BURST_S / MOST_STEPS)
+    shortest = max(BURST_STEPS, math.ceil(BURST_S / step_s))
+    longer = max(STAGGER_STEPS, math.ceil(STAGGER_S / step_s))
+    return tuple(shortest + longer * i for i in range(sequences))
 
 
 def _cost(model: ShapeModel, costs: Costs, shape: Shape) -> float:
     """Return the seconds that one more shape adds to a plan."""
-    warm = costs.warm(single(model, shape))
+    warm = costs.warm(single(model, costs, shape))
     if shape.sequences > 1:
         # The burst that warms the smaller numbers only grows by one sequence.
         fewer = Shape(tokens=shape.sequences - 1, sequences=shape.sequences - 1)
-        warm -= costs.warm(single(model, fewer))
+        warm -= costs.warm(single(model, costs, fewer))
     return costs.first(shape) + warm
 
 
@@ -204,11 +211,11 @@ def climb(
     have = warm | frozenset(cheap)
     price = {shape: _cost(model, costs, shape) for shape in left}
     chosen = choose(wanted, price, budget_s, have=have)
-    before = _packed(model, _by_worth(wanted, price, chosen, have))
+    before = _packed(model, costs, _by_worth(wanted, price, chosen, have))
     have |= chosen
     rest = [shape for shape in left if shape not in chosen]
     longest = idle_max_s or float("inf")
-    singles = {shape: single(model, shape) for shape in rest}
+    singles = {shape: single(model, costs, shape) for shape in rest}
     too_long = tuple(shape for shape in rest if costs.prefill(singles[shape]) > longest)
     ordered = _by_worth(wanted, price, [shape for shape in rest if shape not in too_long], have)
     # Two bands: a client that comes meanwhile should meet a short one as often as possible.
@@ -236,7 +243,7 @@ def _total_s(costs: Costs, requests: Iterable[Request], warm: frozenset[Shape]) 
     return total_s
 
 
-def _packed(model: ShapeModel, shapes: Sequence[Shape]) -> tuple[Request, ...]:
+def _packed(model: ShapeModel, costs: Costs, shapes: Sequence[Shape]) -> tuple[Request, ...]:
     """Return the requests that warm `shapes` in about this order, several by one where possible.
 
     A prompt of a full micro-batch and a rest warms both; one burst of the most sequences warms all
@@ -250,17 +257,17 @@ def _packed(model: ShapeModel, shapes: Sequence[Shape]) -> tuple[Request, ...]:
         if shape in done:
             continue
         if shape.sequences:
-            request = single(model, Shape(tokens=most, sequences=most))
+            request = single(model, costs, Shape(tokens=most, sequences=most))
         elif shape.tokens == full == model.splitting.ubatch_tokens:
-            request = _with_a_rest(model, shape, [s for s in shapes if s not in done])
+            request = _with_a_rest(model, costs, shape, [s for s in shapes if s not in done])
         else:
-            request = single(model, shape)
+            request = single(model, costs, shape)
         requests.append(request)
         done |= request.shapes
     return tuple(requests)
 
 
-def _with_a_rest(model: ShapeModel, full: Shape, shapes: Sequence[Shape]) -> Request:
+def _with_a_rest(model: ShapeModel, costs: Costs, full: Shape, shapes: Sequence[Shape]) -> Request:
     """Return a request for the full micro-batch that warms another wanted size on its way."""
     for rest in shapes:
         if not rest.sequences and rest != full:
@@ -269,7 +276,7 @@ def _with_a_rest(model: ShapeModel, full: Shape, shapes: Sequence[Shape]) -> Req
             room = model.context_tokens
             if {full, rest} <= request.shapes and (not room or prompt < room):
                 return request
-    return single(model, full)
+    return single(model, costs, full)
 
 
 def _by_worth(

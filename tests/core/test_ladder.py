@@ -81,6 +81,15 @@ def test_one_burst_warms_every_number_of_sequences():
     ]
 
 
+def test_the_bursts_of_a_fast_backend_are_longer_so_that_they_overlap():
+    fast = Costs(request_s=0.01, token_s=0.0005, step_s=0.001, first_s=0.165)
+    ladder = climb(VULKAN, demand(VULKAN), fast, 0.0)
+    (pair,) = (r for r in ladder.idle if r.sequences == 2)
+    assert pair.decode_tokens == (150, 170)
+    ages = climb(VULKAN, demand(VULKAN), Costs(step_s=0.0), 0.0)
+    assert max(max(r.decode_tokens) for r in ages.idle) < 1000
+
+
 def test_on_models_with_checkpoints_the_tail_is_part_of_every_request():
     assert warms(HYBRID_HRX, 34, (1,)) == {Shape(30), Shape(4)}
     ladder = climb(HYBRID_HRX, demand(HYBRID_HRX, Histogram(prefill={34: 900.0})), COSTS, 0.45)
