@@ -62,7 +62,8 @@ ARMS = (Arm(WARM), Arm(COLD, environment={"ONEBIT_NO_WARMUP": "1"}))
 WARM_UP_TOKENS = 465  # the default of [warmup] prompt_tokens
 REPEATS = 3
 DECODE_TOKENS = 32
-START_LIMIT_S = 180.0  # software Vulkan builds its pipelines for half a minute at most, measured
+# Alone on two cores llama-server's own start and the warm-up build pipelines for a minute at most.
+START_LIMIT_S, ANSWER_LIMIT_S = 600.0, 300.0
 OK = 200
 
 
@@ -226,7 +227,10 @@ async def ask(door: Endpoint, ids: list[int]) -> dict[str, Any]:
         "cache_prompt": False,
         "ignore_eos": True,
     }
-    answer = await fetch(door, "POST", "/completion", body)
+    with trio.move_on_after(ANSWER_LIMIT_S) as limit:
+        answer = await fetch(door, "POST", "/completion", body)
+    if limit.cancelled_caught:
+        raise OnebitError(f"a prompt of {len(ids)} tokens had no answer in {ANSWER_LIMIT_S:g} s")
     timings = (answer.json() or {}).get("timings", {}) if answer.status == OK else {}
     if timings.get("prompt_n") != len(ids):
         raise OnebitError(f"a prompt of {len(ids)} tokens gave {answer.status}: {answer.body!r}")
