@@ -17,7 +17,7 @@ import math
 import os
 import signal
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import trio
 
@@ -27,6 +27,7 @@ from onebit_serve.core.plan import Limits, Plan
 from onebit_serve.live.door import Door
 from onebit_serve.live.house import House
 from onebit_serve.live.log import Log
+from onebit_serve.live.orders import Orders
 
 __all__ = ["bind", "run"]
 
@@ -85,19 +86,20 @@ def _holder(port: int) -> str:
     return ""
 
 
-def run(plan: Plan, listener: socket.socket) -> int:
+def run(plan: Plan, listener: socket.socket, replan: Callable[[], Plan]) -> int:
     """Serve until told to stop.
 
     Args:
         plan: What to run.
         listener: The front door's socket, from `bind`.
+        replan: Reads the configuration again and plans anew, for a reload.
 
     Returns:
         The exit code: 0 when stopped on request, 1 when a needed backend failed, 130 when killed.
     """
     log = Log(plan.log.format, plan.log.level)
     try:
-        return trio.run(_Serve(plan, listener, log).run)
+        return trio.run(_Serve(plan, listener, replan, log).run)
     finally:
         log.close()
 
@@ -105,8 +107,11 @@ def run(plan: Plan, listener: socket.socket) -> int:
 class _Serve:
     """One run of the program."""
 
-    def __init__(self, plan: Plan, listener: socket.socket, log: Log) -> None:
+    def __init__(
+        self, plan: Plan, listener: socket.socket, replan: Callable[[], Plan], log: Log
+    ) -> None:
         self._plan = plan
+        self._replan = replan
         self._listener = listener
         self._log = log
         self._exit_code = 0
@@ -118,11 +123,14 @@ class _Serve:
             async with trio.open_nursery() as nursery:
                 house = House(self._plan, self._log, nursery)
                 house.start()
-                door = Door(self._listener, self._plan.server, house, self._log, __version__)
+                orders = Orders(house, self._replan, self._log)
+                door = Door(
+                    self._listener, self._plan.server, house, orders, self._log, __version__
+                )
                 async with trio.open_nursery() as front:
                     front.start_soon(door.run)
                     front.start_soon(self._say_when_ready, house, front.cancel_scope)
-                    await self._until_told(signals)
+                    await self._until_told(signals, orders, nursery)
                     async with trio.open_nursery() as stopping:
                         stopping.start_soon(self._kill_when_told_again, signals, house)
                         await self._stop(house, door)
@@ -152,10 +160,12 @@ class _Serve:
         host, port, *_ = self._listener.getsockname()
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
-    async def _until_told(self, signals: AsyncIterator[int]) -> None:
+    async def _until_told(
+        self, signals: AsyncIterator[int], orders: Orders, nursery: trio.Nursery
+    ) -> None:
         async for number in signals:
             if number == signal.SIGHUP:
-                self._log.say("SIGHUP: nothing is reread in this version")
+                nursery.start_soon(orders.reload)
                 continue
             self._log.say("stopping")
             return

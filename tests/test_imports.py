@@ -23,13 +23,14 @@ LAYOUT = re.findall(
     core.errors core.facts core.gguf core.binary core.caches core.http
     core.later core.config core.presets core.options core.plan core.warmup
     core.shapes core.ladder core.discover core.slots core.warm_prompts core.prompts
-    core.life core.wire core.route core.view
+    core.life core.wire core.route core.view core.admit
     core.access core.request_id core.metrics core.memory core.placement
     core.score core.results core.cells core.report core.gate
-    live.log live.logfile live.ring live.notify live.leftovers
+    live.logfile live.log live.ring live.notify live.leftovers
     live.cache live.machine live.device_lock live.history live.driver_caches live.prefetch
     live.child live.pump live.upstream live.saves live.prefix live.probe
-    live.hangup live.supervise live.relay live.door
+    live.pulse live.episode live.supervise live.house live.orders live.relay
+    live.hangup live.connection live.door
     serve bench gate
     cli
 """,

@@ -35,7 +35,7 @@ def _serve(words: tuple[str, ...]) -> int:
         plan = prepared.plan
         # Bound before anything is spawned: a taken port is said at once, not after a long load.
         listener = bind(plan.server.host, plan.server.port)
-        return run(plan, listener)
+        return run(plan, listener, lambda: prepare(words, os.environ).plan)
     except KeyboardInterrupt:  # before the first child there is nothing to stop
         return 0
 

@@ -10,13 +10,29 @@ import re
 from collections.abc import Sequence
 from typing import Literal
 
+import msgspec
+
 from onebit_serve.core.plan import BackendPlan, Role
 from onebit_serve.core.wire import Refusal
 
-__all__ = ["Page", "Relayed", "choose", "pick"]
+__all__ = ["Order", "Page", "Relayed", "Verb", "choose", "pick"]
 
 Page = Literal["health", "livez", "models", "status"]
 Relayed = Literal["relayed"]
+Verb = Literal["start", "stop", "restart", "warm", "logs", "reload"]
+
+
+class Order(msgspec.Struct, frozen=True):
+    """What a person asks of us rather than of a model.
+
+    Args:
+        verb: What to do.
+        backend: To which backend; empty for `reload`.
+    """
+
+    verb: Verb
+    backend: str = ""
+
 
 _PAGES: dict[str, Page] = {
     "/health": "health",
@@ -70,13 +86,14 @@ _RELAYED_GET = frozenset(
         "/sw.js",
     }
 )
+_BACKEND = re.compile(r"/v1/backends/([^/]+)/(start|stop|restart|warm|logs)")
 _SLOT = re.compile(r"/slots/\d{1,9}")
 _ASSET = re.compile(
     r"/(?:_app|assets)/[\w\-./]+|/[\w\-.]+\.(?:png|svg|ico|webmanifest|json|js|css)"
 )
 
 
-def choose(method: str, path: str) -> Page | Relayed | Refusal:
+def choose(method: str, path: str) -> Page | Relayed | Order | Refusal:
     """Say who answers a request.
 
     Args:
@@ -84,15 +101,17 @@ def choose(method: str, path: str) -> Page | Relayed | Refusal:
         path: The target without its query.
 
     Returns:
-        The name of a page of ours, `relayed`, or the refusal to send.
+        The name of a page of ours, `relayed`, an order, or the refusal to send.
     """
+    if method == "POST" and path in _RELAYED_POST:
+        return "relayed"
     page = _PAGES.get(path)
     if page:
         if method in ("GET", "HEAD", "OPTIONS"):
             return page
         return Refusal(405, f"{path} is read with GET", "method_not_allowed")
-    if method == "POST" and path in _RELAYED_POST:
-        return "relayed"
+    if path.startswith(("/v1/backends/", "/v1/reload")):
+        return _order(method, path)
     answers_post = path in _RELAYED_POST or _SLOT.fullmatch(path) is not None
     answers_get = path in _RELAYED_GET or (_ASSET.fullmatch(path) is not None and ".." not in path)
     if answers_post and method in ("POST", "OPTIONS"):
@@ -103,6 +122,17 @@ def choose(method: str, path: str) -> Page | Relayed | Refusal:
         wanted = "POST" if answers_post else "GET"
         return Refusal(405, f"{path} is asked with {wanted}", "method_not_allowed")
     return Refusal(404, f"there is no route {path} here", "not_found")
+
+
+def _order(method: str, path: str) -> Order | Refusal:
+    match = _BACKEND.fullmatch(path)
+    if path != "/v1/reload" and not match:
+        return Refusal(404, f"there is no route {path} here", "not_found")
+    verb = match[2] if match else "reload"
+    wanted = "GET" if verb == "logs" else "POST"
+    if method != wanted:
+        return Refusal(405, f"{path} is asked with {wanted}", "method_not_allowed")
+    return Order(msgspec.convert(verb, Verb), match[1] if match else "")
 
 
 _ROLES: dict[str, Role] = {

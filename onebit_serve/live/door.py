@@ -26,6 +26,7 @@ from onebit_serve.live.connection import Connection, LeftError
 from onebit_serve.live.hangup import HangUpWatch
 from onebit_serve.live.house import House
 from onebit_serve.live.log import Log
+from onebit_serve.live.orders import Orders
 from onebit_serve.live.pump import Pump
 from onebit_serve.live.relay import ClientGoneError, CutError, Errand, relay
 from onebit_serve.live.supervise import Backend, Lease, RefusedError
@@ -37,6 +38,7 @@ _CONNECTIONS = 1000  # nginx: 512 a worker
 _ACCEPT_PAUSE_S = 0.1
 _LATE_LOOK_S = 1.0
 _SENT_AT_MOST = 2
+_LOG_LINES = 200
 
 
 class Door:
@@ -46,17 +48,25 @@ class Door:
         listener: Bound and listening.
         settings: The `[server]` table.
         house: Whom to relay to.
+        orders: Carries out what a person asks for.
         log: Where to say what happened.
         version: What `/v1/status` calls us.
     """
 
     def __init__(
-        self, listener: socket.socket, settings: Server, house: House, log: Log, version: str
+        self,
+        listener: socket.socket,
+        settings: Server,
+        house: House,
+        orders: Orders,
+        log: Log,
+        version: str,
     ) -> None:
         self._listener = listener
         self._settings = settings
         self._park_s = settings.park_s or math.inf
         self._house = house
+        self._orders = orders
         self._log = log
         self._version = version
         self._watch = HangUpWatch()
@@ -164,6 +174,8 @@ class Door:
         choice = route.choose(head.method, head.path)
         if isinstance(choice, Refusal):
             return await connection.answer_refusal(head, choice)
+        if isinstance(choice, route.Order):
+            return await self._obey(connection, head, choice)
         if choice != "relayed":
             page = self._page(choice)
             retry = b"Retry-After: %d\r\n" % page.retry_after_s if page.retry_after_s else b""
@@ -175,6 +187,22 @@ class Door:
         if isinstance(backend, Refusal):
             return await connection.answer_refusal(head, backend)
         return await self._ask(connection, backend, _errand(backend, head, body, peek))
+
+    async def _obey(self, connection: Connection, head: RequestHead, order: route.Order) -> bool:
+        """Do what a person asked for, and say how that went."""
+        if order.verb == "logs":
+            return await self._send_logs(connection, head, order.backend)
+        done = await self._orders.obey(order)
+        if isinstance(done, Refusal):
+            return await connection.answer_refusal(head, done)
+        return await connection.answer(head, done.status, msgspec.json.encode(done.body))
+
+    async def _send_logs(self, connection: Connection, head: RequestHead, name: str) -> bool:
+        backend = self._house.get(name)
+        if backend is None:
+            return await connection.answer_refusal(head, self._orders.no_such_backend(name))
+        text = "".join(f"{line}\n" for line in backend.output(_LOG_LINES))
+        return await connection.answer(head, 200, text.encode(), kind=b"text/plain; charset=utf-8")
 
     def _page(self, name: route.Page) -> view.Page:
         match name:

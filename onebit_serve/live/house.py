@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from urllib.parse import unquote
 
 import trio
 
 from onebit_serve.core import route
 from onebit_serve.core.life import State
-from onebit_serve.core.plan import Plan
+from onebit_serve.core.plan import BackendPlan, Plan
 from onebit_serve.core.view import BackendView
 from onebit_serve.core.wire import Refusal
 from onebit_serve.live.log import Log
@@ -33,20 +34,22 @@ class House:
         self._log = log
         self._nursery = nursery
         self._backends: dict[str, Backend] = {}
+        self._reloading = trio.Lock()
         for backend_plan in plan.backends:
-            self._add(Backend(backend_plan, log, stop_s=plan.server.stop_s))
+            self._backends[backend_plan.name] = self._make(backend_plan, plan)
 
-    def _add(self, backend: Backend) -> None:
-        self._backends[backend.plan.name] = backend
+    def _make(self, backend_plan: BackendPlan, plan: Plan) -> Backend:
+        backend = Backend(backend_plan, self._log, stop_s=plan.server.stop_s)
         self._nursery.start_soon(backend.run)
+        return backend
 
     def __iter__(self) -> Iterator[Backend]:
         """Go through the backends in order of start."""
         return iter(tuple(self._backends.values()))
 
     def get(self, name: str) -> Backend | None:
-        """Return a backend by its name."""
-        return self._backends.get(name)
+        """Return a backend by its name, as it stands in a path."""
+        return self._backends.get(unquote(name))
 
     def views(self) -> tuple[BackendView, ...]:
         """Return what can be seen of the backends now."""
@@ -86,6 +89,59 @@ class House:
             for backend in tuple(self._backends.values()):
                 nursery.start_soon(watch, backend, nursery.cancel_scope.cancel)
         return found[0]
+
+    async def reload(self, plan: Plan) -> dict[str, list[str]]:
+        """Change to another plan; what it has in common with this one goes on untouched.
+
+        A backend whose plan changed is started and warmed beside the old one, which is then drained
+        and stopped. One that fails leaves the old one in its place.
+
+        Args:
+            plan: The plan to change to.
+
+        Returns:
+            Names of the backends that were kept, started, stopped, and that failed.
+        """
+        async with self._reloading:
+            done: dict[str, list[str]] = {"kept": [], "started": [], "stopped": [], "failed": []}
+            wanted: dict[str, Backend] = {}
+            for backend_plan in plan.backends:
+                old = self._backends.get(backend_plan.name)
+                if old is not None and old.plan == backend_plan:
+                    wanted[old.plan.name] = old
+                    done["kept"].append(old.plan.name)
+                else:
+                    new = await self._start_beside(backend_plan, plan, done)
+                    wanted[backend_plan.name] = new or old or self._make(backend_plan, plan)
+            gone = [b for b in self._backends.values() if b not in wanted.values()]
+            self.plan = plan
+            self._backends = wanted
+            for backend in gone:
+                if backend.plan.name not in wanted:
+                    done["stopped"].append(backend.plan.name)
+                self._nursery.start_soon(self._retire, backend, plan.server.drain_s)
+            return done
+
+    async def _start_beside(
+        self, backend_plan: BackendPlan, plan: Plan, done: dict[str, list[str]]
+    ) -> Backend | None:
+        """Start a backend that is not in the house yet; `None` where it failed."""
+        new = self._make(backend_plan, plan)
+        if not backend_plan.lazy:
+            new.want()
+            view = await new.wait_for(lambda v: v.state in (State.READY, State.FAILED))
+            if view.state is State.FAILED:
+                done["failed"].append(backend_plan.name)
+                new.retire()
+                return None
+        done["started"].append(backend_plan.name)
+        return new
+
+    async def _retire(self, backend: Backend, drain_s: float) -> None:
+        with trio.move_on_after(drain_s or float("inf")):
+            await backend.wait_for(lambda v: not v.in_flight)
+        await self._stop_one(backend)
+        backend.retire()
 
     async def stop(self) -> None:
         """Stop every backend, the last started first."""

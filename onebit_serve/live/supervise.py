@@ -28,6 +28,7 @@ from onebit_serve.core.admit import Verdict
 from onebit_serve.core.life import Life, RestartPolicy, State
 from onebit_serve.core.plan import BackendPlan
 from onebit_serve.core.view import BackendView, unavailable
+from onebit_serve.core.warmup import WarmUpResult
 from onebit_serve.core.wire import Refusal
 from onebit_serve.live import probe
 from onebit_serve.live.episode import Episode, Work
@@ -190,6 +191,17 @@ class Backend:
     def halt(self) -> None:
         """Ask for it to be stopped."""
         self._post(machine.Halted(), _ANYBODY)
+
+    def retire(self) -> None:
+        """End its task as soon as it is stopped; nothing may be asked of it afterwards."""
+        self._send.close()
+
+    async def warm_again(self) -> WarmUpResult | None:
+        """Send one more warm-up and return what it came to; `None` while it is not ready."""
+        episode = self._episode
+        if self._life.state is not State.READY or episode is None:
+            return None
+        return await probe.warm_up(self.plan, episode.port, episode.key, episode.hear)
 
     def kill(self) -> None:
         """Kill the child's group at once, without telling anybody."""
@@ -379,6 +391,8 @@ class Backend:
                 self._log.error(f"the {plan.device} backend is stopped: {cause}", **facts)
             case machine.Exited(cause=cause) if state is not State.STOPPING:
                 self._log.error(f"a {plan.device} backend {cause}", **facts)
+        if life.state is State.READY and life.restarts:
+            self._log.say(f"{plan.name} is ready again", **facts)
         if life.state is State.LOADING and state is not State.LOADING:
             name = os.path.basename(plan.binary)  # noqa: PTH119 - a name, not a file
             self._log.say(f"{plan.served_id} on {plan.device} ({name})", **facts)
