@@ -7,7 +7,7 @@ import socket
 import struct
 import threading
 import time
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +69,8 @@ class Server:
 
     def stop(self) -> None:
         """Take no more connections, wait until those that worked are gone, and end the process."""
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
         self._listener.close()
         with self._engine.changed:
             while self._working:

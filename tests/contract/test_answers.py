@@ -372,21 +372,18 @@ def test_a_request_may_ask_for_the_connection_to_close(served: Llama) -> None:
 
 def test_a_client_that_leaves_a_stream_frees_the_slot(served: Llama) -> None:
     until(lambda: not served.busy(), "idle slots")
-    sock = served.open_stream(
-        "/completion", {"prompt": "once", "n_predict": 400, "ignore_eos": True}
-    )
-    next(received(sock))
-    assert served.busy() == 1
-    sock.close()
+    body = {"prompt": "once", "n_predict": 400, "ignore_eos": True}
+    with served.open_stream("/completion", body) as sock:
+        next(received(sock))
+        assert served.busy() == 1
     until(lambda: not served.busy(), "the slot to be free again", 20)
 
 
 def test_a_client_that_leaves_a_plain_request_frees_the_slot(served: Llama) -> None:
     until(lambda: not served.busy(), "idle slots")
     body = {"prompt": "once", "n_predict": 400, "ignore_eos": True, "stream": False}
-    sock = served.open_stream("/completion", body)
-    until(served.busy, "a busy slot")
-    sock.close()
+    with served.open_stream("/completion", body):
+        until(served.busy, "a busy slot")
     until(lambda: not served.busy(), "the slot to be free again", 20)
 
 

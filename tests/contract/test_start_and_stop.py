@@ -66,25 +66,23 @@ def test_a_signal_ends_an_idle_server_with_0(start: Start, number: signal.Signal
 
 def test_term_while_a_stream_runs_ends_it_once_the_client_is_gone(start: Start) -> None:
     llama = start("-c", "4096").ready()
-    sock = llama.open_stream("/completion", LONG)
-    next(received(sock))
-    llama.process.terminate()
-    until(lambda: not _accepts(llama.port), "the listener to close")
-    assert llama.process.poll() is None
-    sock.close()
+    with llama.open_stream("/completion", LONG) as sock:
+        next(received(sock))
+        llama.process.terminate()
+        until(lambda: not _accepts(llama.port), "the listener to close")
+        assert llama.process.poll() is None
     assert llama.wait() == 0
 
 
 def test_a_second_term_ends_it_at_once_with_1(start: Start) -> None:
     llama = start("-c", "4096").ready()
-    sock = llama.open_stream("/completion", {**LONG, "stream": False})
-    until(llama.busy, "a busy slot")
-    llama.process.terminate()
-    until(lambda: not _accepts(llama.port), "the listener to close")
-    llama.process.terminate()
-    assert llama.wait() == 1
+    with llama.open_stream("/completion", {**LONG, "stream": False}):
+        until(llama.busy, "a busy slot")
+        llama.process.terminate()
+        until(lambda: not _accepts(llama.port), "the listener to close")
+        llama.process.terminate()
+        assert llama.wait() == 1
     assert "Received second interrupt, terminating immediately." in llama.log
-    sock.close()
 
 
 def _accepts(port: int) -> bool:
