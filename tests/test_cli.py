@@ -70,7 +70,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[object]:
         done.append((host, port))
         return SimpleNamespace(close=lambda: done.append("closed"))
 
-    def run(plan: object, _listener: object) -> int:
+    def run(plan: object, _listener: object, _replan: object) -> int:
         done.append(plan)
         return 0
 

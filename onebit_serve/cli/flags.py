@@ -209,6 +209,13 @@ FLAGS: tuple[Flag, ...] = (
         help="Say ready without a warm-up, as ONEBIT_NO_WARMUP=1 does.",
     ),
     Flag(
+        "--no-restart",
+        key="backend.restart",
+        group=_RUN,
+        sets=False,
+        help="Exit with 1 when a backend fails, as a plain child of another supervisor should.",
+    ),
+    Flag(
         "--dry-run",
         key="dry_run",
         group=_RUN,

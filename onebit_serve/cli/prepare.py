@@ -12,7 +12,8 @@ from onebit_serve.core import config as settings
 from onebit_serve.core import plan, presets
 from onebit_serve.core.config import Backend, Config
 from onebit_serve.core.errors import ConfigError, UsageError
-from onebit_serve.core.facts import BinaryFacts, ModelFacts
+from onebit_serve.core.facts import BinaryFacts
+from onebit_serve.core.plan import Found
 from onebit_serve.live import machine
 
 __all__ = ["Prepared", "prepare", "read_config"]
@@ -31,15 +32,13 @@ class Prepared(msgspec.Struct, frozen=True):
     Args:
         request: The command line.
         config: All settings.
-        binary: The program.
-        model: The model, where it is a file.
+        found: The backends, each with its program and, where it is a file, its model.
         plan: What will run.
     """
 
     request: flags.Request
     config: Config
-    binary: BinaryFacts
-    model: ModelFacts | None
+    found: tuple[Found, ...]
     plan: plan.Plan
 
 
@@ -56,29 +55,36 @@ def prepare(words: Sequence[str], environment: Mapping[str, str]) -> Prepared:
     # Which options are the backend's depends on which backend it is, and that on our own options.
     request = flags.read(words, None)
     config = _settle(request, environment)
-    libhsa = _libhsa(config.backend, environment)
-    binary = _program(config.backend, request, environment, libhsa)
-    if request.unchecked:
-        request = flags.read(words, binary.options)
-        config = _settle(request, environment)
-    args = (*config.backend.args, *request.child)
-    config = msgspec.structs.replace(
-        config, backend=msgspec.structs.replace(config.backend, args=args)
-    )
-    backend = config.backend
+    if config.backends:
+        if request.child:
+            raise UsageError(
+                f"{request.child[0]} is for one backend, and there are several [[backends]]",
+                hint="write it into `args` where the backend is",
+            )
+        found = tuple(_look(one, request, environment) for one in config.backends)
+    else:
+        one = _look(config.backend, request, environment)
+        if request.unchecked:
+            request = flags.read(words, one.binary.options)
+            config = _settle(request, environment)
+            one = _look(config.backend, request, environment)
+        args = (*one.backend.args, *request.child)
+        backend = msgspec.structs.replace(one.backend, args=args)
+        config = msgspec.structs.replace(config, backend=backend)
+        found = (msgspec.structs.replace(one, backend=backend),)
+    decided = plan.make(config, found, environment=environment, embedded=request.embedded)
+    return Prepared(request=request, config=config, found=found, plan=decided)
+
+
+def _look(backend: Backend, request: flags.Request, environment: Mapping[str, str]) -> Found:
+    """Find what one backend needs."""
+    libhsa = _libhsa(backend, environment)
+    binary = _program(backend, request, environment, libhsa)
     is_file = _kind(backend) != "mlx"
     model = machine.model_facts(backend.model, environment) if backend.model and is_file else None
     if backend.mtp:
         machine.model_facts(backend.mtp, environment)
-    decided = plan.make(
-        config,
-        binary=binary,
-        model=model,
-        environment=environment,
-        libhsa=libhsa,
-        embedded=request.embedded,
-    )
-    return Prepared(request=request, config=config, binary=binary, model=model, plan=decided)
+    return Found(backend=backend, binary=binary, model=model, libhsa=libhsa)
 
 
 def read_config(path: str) -> Config:

@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Iterator, Mapping
 
 from onebit_serve.cli.prepare import Prepared
-from onebit_serve.core.plan import BackendPlan, Plan
+from onebit_serve.core.plan import BackendPlan, Found, Plan
 
 __all__ = ["describe_found", "describe_plan"]
 
@@ -35,7 +35,11 @@ def describe_plan(plan: Plan, environment: Mapping[str, str]) -> str:
 
 def describe_found(prepared: Prepared) -> str:
     """Return what was found: the program, its devices, the model."""
-    binary, model = prepared.binary, prepared.model
+    return "\n".join(line for found in prepared.found for line in _found_lines(found))
+
+
+def _found_lines(found: Found) -> list[str]:
+    binary, model = found.binary, found.model
     lines = [f"program      {binary.path}", f"version      {binary.version or 'unknown'}"]
     for device in binary.devices:
         memory = f", {device.total_mib} MiB" if device.total_mib is not None else ""
@@ -43,7 +47,7 @@ def describe_found(prepared: Prepared) -> str:
     if not binary.devices:
         lines.append("device       none listed")
     if model is None:
-        lines.append(f"model        {prepared.config.backend.model}")
+        lines.append(f"model        {found.backend.model}")
     else:
         lines.append(f"model        {model.path} ({model.size_bytes / 2**20:.0f} MiB)")
         facts = {
@@ -53,7 +57,7 @@ def describe_found(prepared: Prepared) -> str:
         }
         said = ", ".join(f"{what} {value}" for what, value in facts.items() if value)
         lines.append(f"             {said or 'its header says no more'}")
-    return "\n".join(lines)
+    return lines
 
 
 def _plan_lines(plan: Plan, environment: Mapping[str, str]) -> Iterator[list[str]]:

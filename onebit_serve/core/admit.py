@@ -46,7 +46,7 @@ def decide(
     full = limits.max_in_flight and view.in_flight >= limits.max_in_flight
     if view.state is State.READY and not full and not waiting:
         return Verdict.GO
-    if waiting >= limits.queue:
+    if limits.queue and waiting >= limits.queue:
         if view.state is State.READY:
             message = (
                 f"{view.name} answers {view.in_flight} requests and {waiting} wait for it: "

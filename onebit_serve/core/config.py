@@ -257,6 +257,9 @@ _TABLES: dict[str, type[msgspec.Struct]] = {
 _T = TypeVar("_T", bound=msgspec.Struct)
 
 
+_OF_ONE = frozenset({"alias", "model", "name"})  # what several backends cannot have in common
+
+
 def nearest(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
     """Return a hint that names the known word nearest to one that is not, or nothing.
 
@@ -379,6 +382,14 @@ def _set(config: Config, table: str, key: str, value: object, where: str) -> Con
     if isinstance(value, str):
         value = _from_text(value, field.type, where)
     changed = {key: _checked(value, field, path, where)}
+    if table == "backend" and config.backends:
+        if key in _OF_ONE:
+            raise ConfigError(
+                f"{where} is for one backend, and there are {len(config.backends)} [[backends]]",
+                hint=f"write {key} where the backend is",
+            )
+        several = tuple(msgspec.structs.replace(one, **changed) for one in config.backends)
+        config = msgspec.structs.replace(config, backends=several)
     return _replace(config, table, msgspec.structs.replace(getattr(config, table), **changed))
 
 
@@ -398,10 +409,7 @@ def _fill(base: _T, table: str, content: dict[str, Any], where: str) -> _T:
 def _backends(config: Config, several: object, where: str) -> tuple[Backend, ...]:
     if not isinstance(several, list) or not all(isinstance(one, dict) for one in several):
         raise ConfigError(f"{where}: backends is no list of tables", hint="write [[backends]]")
-    made = tuple(_fill(config.backend, "backends", one, where) for one in several)
-    if made:
-        _refuse_later("backends", f"{where}: [[backends]]")
-    return made
+    return tuple(_fill(config.backend, "backends", one, where) for one in several)
 
 
 @cache

@@ -28,14 +28,9 @@ NOT_YET: tuple[Later, ...] = (
     ),
     Later(("server.allow_remote",), {"--allow-remote": 0}, "listen on 127.0.0.1"),
     Later(("server.allowed_hosts", "server.allowed_origins")),
-    Later(("server.park_s", "server.ping_s", "server.drain_s")),
-    Later(
-        ("backend.restart",), {"--no-restart": 0}, "a backend that dies stays down in this version"
-    ),
-    Later(("backend.lazy", "backend.idle_s", "backend.pin")),
-    Later(("backend.max_in_flight", "backend.queue")),
-    Later(("backend.load_stall_s", "backend.load_limit_s", "backend.allow_cpu_fallback")),
-    Later(("backends",), instead="start one `1bit serve` per backend"),
+    Later(("server.ping_s",)),
+    Later(("backend.idle_s", "backend.pin")),
+    Later(("backend.allow_cpu_fallback",)),
     Later(("warmup.budget_s", "warmup.idle", "warmup.idle_max_ms")),
     Later(
         ("warm_prompts.file", "warm_prompts.concurrency", "warm_prompts.save"),

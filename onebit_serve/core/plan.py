@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import msgspec
@@ -18,6 +18,7 @@ from onebit_serve.core.presets import Preset
 __all__ = [
     "LIBHSA_VARIABLE",
     "BackendPlan",
+    "Found",
     "Kind",
     "Limits",
     "Plan",
@@ -59,7 +60,7 @@ class Limits(msgspec.Struct, frozen=True):
         load_stall_s: Seconds without progress in loading; infinite is never.
         load_limit_s: Seconds from spawn to healthy; infinite is never.
         max_in_flight: Requests sent to it at once; 0 is any number.
-        queue: Requests that wait for it at most.
+        queue: Requests that wait for it at most; 0 is any number.
         restart: Whether it is started again when it fails.
         allow_cpu_fallback: Whether it may serve from the CPU although a device was asked for.
     """
@@ -136,34 +137,70 @@ class Plan(msgspec.Struct, frozen=True):
 LIBHSA_VARIABLE = "IREE_HAL_AMDGPU_LIBHSA_PATH"
 
 
+class Found(msgspec.Struct, frozen=True):
+    """What was found for one backend.
+
+    Args:
+        backend: Its settings.
+        binary: What is known of the program that will run.
+        model: What the model's header says; `None` for a model that is no file (mlx).
+        libhsa: The HSA runtime that was found, for HRX.
+    """
+
+    backend: Backend
+    binary: BinaryFacts
+    model: ModelFacts | None = None
+    libhsa: str | None = None
+
+
 def make(
     config: Config,
+    found: Sequence[Found],
     *,
-    binary: BinaryFacts,
-    model: ModelFacts | None,
     environment: Mapping[str, str],
-    libhsa: str | None = None,
     embedded: bool = False,
 ) -> Plan:
     """Decide what one run of `1bit serve` starts, and how.
 
     Args:
         config: All settings.
-        binary: What is known of the program that will run.
-        model: What the model's header says; `None` for a model that is no file (mlx).
+        found: The backends, in order of start, with what was found for each.
         environment: The user's environment.
-        libhsa: The HSA runtime that was found, for HRX.
         embedded: The embedded default was asked for: its warm-up shows on the CPU too.
 
     Raises:
-        UsageError: The settings contradict each other, the binary or the model.
+        UsageError: The settings contradict each other, a binary or a model.
     """
     if not is_loopback(config.server.host):
         raise UsageError(
             f"--host {config.server.host}: a host that is not loopback is not yet supported",
             hint="listen on 127.0.0.1, ::1 or localhost",
         )
-    backend = config.backend
+    plans = [_backend(config, one, environment, embedded=embedded) for one in found]
+    server = msgspec.structs.replace(config.server, host=config.server.host.strip("[]"))
+    return Plan(server=server, log=config.log, backends=_named(plans))
+
+
+def _named(plans: Sequence[BackendPlan]) -> tuple[BackendPlan, ...]:
+    """Give those without a name one: the device's word, or the served id among several."""
+    named: list[BackendPlan] = []
+    for plan in plans:
+        alone = len(plans) == 1
+        twins = [one for one in plans if one.served_id == plan.served_id]
+        same = f"{plan.served_id}-{plan.device}" if len(twins) > 1 else plan.served_id
+        name = plan.name or (plan.device if alone else same)
+        if name in {one.name for one in named}:
+            raise UsageError(
+                f"two backends are called {name}", hint="give each its own `name` in [[backends]]"
+            )
+        named.append(msgspec.structs.replace(plan, name=name))
+    return tuple(named)
+
+
+def _backend(
+    config: Config, found: Found, environment: Mapping[str, str], *, embedded: bool
+) -> BackendPlan:
+    backend, binary, model, libhsa = found.backend, found.binary, found.model, found.libhsa
     if backend.model is None:
         raise UsageError("no model is named", hint="name one with -m MODEL.gguf, or try --embedded")
     options.check_extra(backend.args)
@@ -180,8 +217,8 @@ def make(
                 f"[backend] env sets {name}, which `1bit serve` keeps from the backend",
                 hint="use the flag or key of the same meaning",
             )
-    one = BackendPlan(
-        name=backend.name or preset.word,
+    return BackendPlan(
+        name=backend.name or "",
         served_id=identity,
         device=preset.word,
         kind=preset.kind,
@@ -197,8 +234,6 @@ def make(
         lazy=backend.lazy,
         limits=_limits(backend),
     )
-    server = msgspec.structs.replace(config.server, host=config.server.host.strip("[]"))
-    return Plan(server=server, log=config.log, backends=(one,))
 
 
 def choose_device(backend: Backend, binary: BinaryFacts) -> Preset:

@@ -24,7 +24,7 @@ from onebit_serve.core.warmup import WarmUpResult
 from onebit_serve.live import probe, pulse
 from onebit_serve.live.child import Child, Exit
 from onebit_serve.live.log import Log
-from onebit_serve.live.upstream import HOST, GoneError, Upstream, ask
+from onebit_serve.live.upstream import HOST, GoneError, Upstream, exchange
 
 __all__ = ["Episode", "Work"]
 
@@ -301,7 +301,7 @@ class Episode:
     async def _slots(self, limit_s: float) -> bytes | None:
         """Return what `/slots` says, as it is: any change of it is movement."""
         with trio.move_on_after(max(limit_s, 0.05)), suppress(GoneError):
-            return (await ask(self.port, "GET", "/slots", key=self.key)).body
+            return (await exchange(self.port, "GET", "/slots", key=self.key)).body
         return None
 
 

@@ -13,7 +13,7 @@ import trio
 from onebit_serve.core import warmup, wire
 from onebit_serve.core.plan import BackendPlan
 from onebit_serve.core.warmup import WarmUpResult
-from onebit_serve.live.upstream import GoneError, ask, open_stream
+from onebit_serve.live.upstream import GoneError, exchange, open_stream
 
 __all__ = ["busy_slots", "is_healthy", "owns_port", "warm_up"]
 
@@ -32,7 +32,7 @@ async def is_healthy(port: int) -> bool | None:
         True for 200, False for another answer, `None` without one.
     """
     try:
-        reply = await ask(port, "GET", "/health")
+        reply = await exchange(port, "GET", "/health")
     except GoneError:
         return None
     return reply.status == _OK
@@ -62,7 +62,7 @@ async def busy_slots(port: int, key: str) -> int | None:
     """Return how many slots the backend says are processing, or `None` where it does not say."""
     try:
         with trio.fail_after(_ANSWER_LIMIT_S):
-            reply = await ask(port, "GET", "/slots", key=key)
+            reply = await exchange(port, "GET", "/slots", key=key)
         if reply.status != _OK:
             return None
         slots = msgspec.json.decode(reply.body)
@@ -146,7 +146,7 @@ async def _json(
     port: int, key: str, method: str, target: str, body: dict[str, Any] | None = None
 ) -> Any:
     data = msgspec.json.encode(body) if body is not None else b""
-    reply = await ask(port, method, target, data, key)
+    reply = await exchange(port, method, target, data, key)
     if reply.status != _OK:
         raise _WarmUpFailedError(_said(target, reply.status, reply.body))
     try:

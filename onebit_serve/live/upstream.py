@@ -18,7 +18,7 @@ import trio
 
 from onebit_serve.core.http import Reply, ResponseFramer, request_bytes
 
-__all__ = ["HOST", "GoneError", "Upstream", "ask", "open_stream", "receive", "send_all"]
+__all__ = ["HOST", "GoneError", "Upstream", "exchange", "open_stream", "receive", "send_all"]
 
 HOST = "127.0.0.1"
 _BLOCK_BYTES = 65536
@@ -228,7 +228,7 @@ async def open_stream(
         sock.close()
 
 
-async def ask(port: int, method: str, target: str, body: bytes = b"", key: str = "") -> Reply:
+async def exchange(port: int, method: str, target: str, body: bytes = b"", key: str = "") -> Reply:
     """Send one request and return its whole reply; arguments and errors as `open_stream`."""
     async with open_stream(port, method, target, body, key) as stream:
         return Reply(stream.status, await stream.read())

@@ -124,11 +124,9 @@ def test_a_long_value_is_cut_in_the_message():
         ("[server]\nping_s = 3", "[server] ping_s"),
         ("[server]\nallow_remote = true", "[server] allow_remote"),
         ("[server]\nallowed_hosts = ['a']", "[server] allowed_hosts"),
-        ("[backend]\nlazy = true", "[backend] lazy"),
-        ("[backend]\nrestart = false", "[backend] restart"),
+        ("[backend]\npin = true", "[backend] pin"),
         ("[warm_prompts]\nfile = 'a.json'", "[warm_prompts] file"),
         ("[laya]\nscorer = 'http'", "[laya] scorer"),
-        ("[[backends]]\nname = 'a'", "[[backends]]"),
     ],
 )
 def test_what_is_not_there_yet_is_refused_unless_it_is_the_default(text, what):
@@ -140,8 +138,23 @@ def test_every_key_that_is_not_there_yet_exists():
     assert {key for row in NOT_YET for key in row.keys} <= known
 
 
-def test_several_backends_are_checked_before_they_are_refused():
+def test_several_backends_are_checked():
     assert "[backends] has no key mdel" in refused("[[backends]]\nmdel = 'a'").message
+
+
+def test_several_backends_take_their_defaults_from_backend_and_flags_win_over_both():
+    text = "[backend]\nctx_size = 1\n[[backends]]\nmodel = 'a'\n[[backends]]\nctx_size = 3"
+    config = with_flags(parse(text, "f"), {"backend.parallel": ("-np", "4")})
+    assert [(b.model, b.ctx_size, b.parallel) for b in config.backends] == [
+        ("a", 1, 4),
+        (None, 3, 4),
+    ]
+
+
+def test_a_flag_for_one_backend_is_refused_where_there_are_several():
+    config = parse("[[backends]]\nmodel = 'a'\n[[backends]]\nmodel = 'b'", "f")
+    with pytest.raises(ConfigError, match="-m is for one backend, and there are 2"):
+        with_flags(config, {"backend.model": ("-m", "c")})
 
 
 def test_the_manual_is_the_defaults():

@@ -10,6 +10,7 @@ from onebit_serve.core.facts import BinaryFacts, Device, ModelFacts
 from onebit_serve.core.plan import (
     LIBHSA_VARIABLE,
     BackendPlan,
+    Found,
     Plan,
     choose_device,
     is_loopback,
@@ -46,13 +47,17 @@ def plan(
     return make(
         Config(
             server=server or Server(),
-            backend=Backend(**{"model": "m.gguf", **backend}),
             warmup=warmup or Warmup(),
         ),
-        binary=facts or binary(*devices),
-        model=header or ModelFacts("m.gguf", 1),
+        [
+            Found(
+                Backend(**{"model": "m.gguf", **backend}),
+                facts or binary(*devices),
+                header or ModelFacts("m.gguf", 1),
+                libhsa,
+            )
+        ],
         environment=environment or {},
-        libhsa=libhsa,
         embedded=embedded,
     )
 
@@ -344,9 +349,34 @@ def test_the_warm_up_is_skipped_for_a_reason(device, warmup, embedded, skip):
 
 
 def test_the_warm_up_has_its_limits():
-    made = one(warmup=Warmup(prompt_tokens=9, decode_tokens=2, deadline_s=5.0), hang_s=0.0).warm_up
-    assert (made.prompt_tokens, made.decode_tokens) == (9, 2)
-    assert (made.deadline_s, made.hang_s) == (5, 0)
+    made = one(warmup=Warmup(prompt_tokens=9, decode_tokens=2, deadline_s=5.0)).warm_up
+    assert (made.prompt_tokens, made.decode_tokens, made.deadline_s) == (9, 2, 5.0)
+
+
+def test_zero_is_no_limit():
+    limits = one(hang_s=0.0, load_stall_s=0.0, load_limit_s=0.0).limits
+    assert (limits.hang_s, limits.load_stall_s, limits.load_limit_s) == (math.inf,) * 3
+    limits = one(hang_s=5.0, load_stall_s=6.0, load_limit_s=7.0).limits
+    assert (limits.hang_s, limits.load_stall_s, limits.load_limit_s) == (5.0, 6.0, 7.0)
+
+
+def several(*backends: dict[str, object]) -> tuple[str, ...]:
+    found = [
+        Found(Backend(**{"model": "m.gguf", **one}), binary("Vulkan0"), ModelFacts("m.gguf", 1))
+        for one in backends
+    ]
+    return tuple(one.name for one in make(Config(), found, environment={}).backends)
+
+
+def test_several_backends_are_called_by_their_served_ids():
+    assert several({"model": "a.gguf"}, {"model": "b.gguf"}) == ("a", "b")
+    assert several({"name": "x"}, {"alias": "y"}) == ("x", "y")
+    assert several({"device": "cpu"}, {"device": "vulkan"}) == ("m-cpu", "m-vulkan")
+
+
+def test_two_backends_of_one_name_are_refused():
+    with pytest.raises(UsageError, match="two backends are called m-cpu"):
+        several({"device": "cpu"}, {"device": "cpu"})
     assert one(warmup=Warmup(deadline_s=0.0)).warm_up.deadline_s == math.inf
 
 
