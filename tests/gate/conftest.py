@@ -55,7 +55,7 @@ profile = "tiny"
 model = "MODEL"
 device = "cpu"
 ctx_size = 2048
-args = ["-np", "1"]
+args = ["-np", "1", "-t", "1"]
 """
 
 

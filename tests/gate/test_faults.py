@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 from pathlib import Path
 
 import msgspec
@@ -150,6 +152,48 @@ async def test_a_server_that_does_not_start_is_a_failure_to_load(gate, tmp_path)
     assert told.code == 1
     assert told.statuses == {"load": "FAIL", "kat": "NOT RUN", "reuse": "NOT RUN"}
     assert "no memory" in told.reason("load")
+
+
+HRX = "model=hrx devices='HRX0: AMD Radeon 8060S (65536 MiB, 65000 MiB free)'"
+WARM = """device = "hrx"
+warm = { prompt_tokens = 465, limits = { prefill = 0.1, decode = 0.03 } }
+"""
+
+
+async def test_a_server_without_warm_up_is_caught_by_warm(gate, fake_llama):
+    gate.text = gate.text.replace('device = "cpu"\n', WARM)
+    gate.env["FAKE_LLAMA"] = HRX
+    told = await gate.run("warm", binary=fake_llama)
+    assert (told.code, told.statuses) == (0, {"warm": "PASS"}), told.lines
+    gate.env["ONEBIT_NO_WARMUP"] = "1"
+    told = await gate.run("warm", binary=fake_llama)
+    assert (told.code, told.statuses) == (1, {"warm": "FAIL"}), told.lines
+    assert "prefill of request 1" in told.reason("warm")
+    assert "decode of request 1" in told.reason("warm")
+
+
+def has_software_vulkan(binary):
+    env = {**os.environ, "GGML_VK_VISIBLE_DEVICES": "0"}
+    asked = subprocess.run([binary, "--list-devices"], env=env, capture_output=True, check=False)
+    return b"Vulkan0:" in asked.stdout and b"llvmpipe" in asked.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+async def test_one_layer_on_the_cpu_is_caught_by_placement_only(gate):
+    if not has_software_vulkan(gate.real):
+        pytest.skip("no Vulkan in software: apt-get install mesa-vulkan-drivers")
+    vulkan = 'device = "vulkan"\nenv = { GGML_VK_VISIBLE_DEVICES = "0" }\n'
+    allowed = 'placement = { allowed = [{ op = "GET_ROWS", name = "embd" }] }\n'
+    gate.text = gate.text.replace('device = "cpu"\n', vulkan + allowed)
+    gate.text = gate.text.replace("request_s = 60", "request_s = 600")
+    gate.text = gate.text.replace("ready_s = 60", "ready_s = 600")
+    told = await gate.run("placement", "reuse")
+    assert told.code == 0, told.lines
+    gate.text = gate.text.replace('"-np", "1"', '"-np", "1", "-ngl", "2"')
+    told = await gate.run("placement", "reuse")
+    only(told, "placement")
+    assert "RMS_NORM norm-0 on CPU" in told.reason("placement")
 
 
 @pytest.mark.slow
