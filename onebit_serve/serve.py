@@ -28,6 +28,7 @@ from onebit_serve.live.door import Door
 from onebit_serve.live.house import House
 from onebit_serve.live.log import Log
 from onebit_serve.live.orders import Orders
+from onebit_serve.live.reaper import reap_strangers
 
 __all__ = ["bind", "run"]
 
@@ -123,6 +124,8 @@ class _Serve:
             async with trio.open_nursery() as nursery:
                 house = House(self._plan, self._log, nursery)
                 house.start()
+                if os.getpid() == 1:
+                    nursery.start_soon(reap_strangers, house.pids)
                 orders = Orders(house, self._replan, self._log)
                 door = Door(
                     self._listener, self._plan.server, house, orders, self._log, __version__

@@ -240,6 +240,11 @@ class Child:
             with trio.move_on_after(wait_s):
                 await self._exited.wait()
 
+    @property
+    def pids(self) -> tuple[int, int]:
+        """The processes that somebody here waits for: the child and its guard."""
+        return self.pid, self._guard.pid
+
     def kill(self) -> None:
         """Kill the group at once."""
         if self._exit is None:

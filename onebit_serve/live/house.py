@@ -55,6 +55,10 @@ class House:
         """Return what can be seen of the backends now."""
         return tuple(backend.view() for backend in self._backends.values())
 
+    def pids(self) -> frozenset[int]:
+        """Return the processes that are waited for here."""
+        return frozenset(pid for backend in self._backends.values() for pid in backend.pids())
+
     def pick(self, path: str, model: str) -> Backend | Refusal:
         """Return the backend that takes a request, or why none does."""
         if len(self._backends) == 1:

@@ -203,6 +203,10 @@ class Backend:
             return None
         return await probe.warm_up(self.plan, episode.port, episode.key, episode.hear)
 
+    def pids(self) -> tuple[int, ...]:
+        """Return the processes that are waited for here."""
+        return self._episode.child.pids if self._episode else ()
+
     def kill(self) -> None:
         """Kill the child's group at once, without telling anybody."""
         if self._episode:
