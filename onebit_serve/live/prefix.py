@@ -24,6 +24,7 @@ from onebit_serve.core.http import Reply
 from onebit_serve.core.slots import Placement, Room
 from onebit_serve.core.warm_prompts import Entry, Standing
 from onebit_serve.live.saves import Saves
+from onebit_serve.live.upstream import GoneError
 
 __all__ = ["PromptWarmer", "Request"]
 
@@ -55,7 +56,7 @@ class PromptWarmer:
     """Keeps the warm prompts of one backend.
 
     Args:
-        request: Sends one request to the backend and returns the whole reply.
+        request: Sends one request to the backend and returns the whole reply; raises `GoneError`.
         entries: The warm prompts.
         concurrency: Entries rendered or prefilled at a time; 0 is one for each slot.
         host_bytes: Limit of the backend's host cache in bytes, 0 where it has none, `None` for no
@@ -78,7 +79,7 @@ class PromptWarmer:
     ) -> None:
         self.entries = tuple(entries)
         self.standings: tuple[Standing, ...] = tuple(Standing(e.label) for e in entries)
-        self._request = request
+        self._send = request
         self._concurrency = concurrency
         self._host_bytes = host_bytes
         self._token_bytes = token_bytes
@@ -132,14 +133,19 @@ class PromptWarmer:
                 self._refuse(index, str(refusal))
         return len(lost)
 
-    async def clear(self) -> None:
-        """Empty every slot; busy ones are emptied when their request ends."""
-        backend = await self._look()
-        for slot in range(backend.slots):
-            reply = await self._request("POST", f"/slots/{slot}?action=erase", b"{}")
-            if reply.status in (_NOT_FOUND, _NOT_SUPPORTED):
-                # No erase without a place for saved slots; one foreign token does the same.
-                await self._complete(await self._tokens(prompts.FILLERS[0]), slot, keep=False)
+    async def clear(self) -> bool:
+        """Empty every slot, busy ones when their request ends, and return whether all are empty."""
+        try:
+            backend = await self._look()
+            for slot in range(backend.slots):
+                reply = await self._request("POST", f"/slots/{slot}?action=erase", b"{}")
+                if reply.status in (_NOT_FOUND, _NOT_SUPPORTED):
+                    # No erase without a place for saved slots; one foreign token does the same.
+                    await self._complete(await self._tokens(prompts.FILLERS[0]), slot, keep=False)
+        except _RefusedError as refusal:
+            self._say(f"the prompt cache was not cleared: {refusal}")
+            return False
+        return True
 
     def match(self, messages: Any) -> int | None:
         """Return which entry a client's `messages` begin with, or `None`."""
@@ -396,6 +402,13 @@ class PromptWarmer:
         return (_object(reply.body) or {}) if reply.status == _OK else {}
 
     # ------------------------------------------------------------------------------ small
+
+    async def _request(self, method: str, path: str, body: bytes) -> Reply:
+        try:
+            return await self._send(method, path, body)
+        except (GoneError, OSError) as error:
+            # Whether it died is for the supervisor to see; here one entry is not warm.
+            raise _RefusedError(f"the backend went away: {error}") from None
 
     async def _look(self) -> _Backend:
         reply = await self._request("GET", "/props", b"")

@@ -11,6 +11,7 @@ from onebit_serve.core.http import Reply
 from onebit_serve.core.warm_prompts import PROBES, parse
 from onebit_serve.live.prefix import PromptWarmer
 from onebit_serve.live.saves import Saves, private_directory, prune
+from onebit_serve.live.upstream import GoneError
 
 ENTRIES = parse('[[{"role": "system", "content": "Be brief and kind, and say so."}]]', "-")
 GARBAGE = {"error": {"message": "output that does not match the expected Content-only format"}}
@@ -54,6 +55,19 @@ class Backend:
 
     def slots_action(self, _body):
         return {"n_erased": 1}
+
+
+class Gone(Backend):
+    """A backend that dies at its n-th request."""
+
+    def __init__(self, at):
+        super().__init__()
+        self.at = at
+
+    async def __call__(self, method, path, body):
+        if len(self.asked) >= self.at:
+            raise GoneError("connection refused")
+        return await super().__call__(method, path, body)
 
 
 @pytest.fixture
@@ -113,6 +127,29 @@ async def test_what_is_not_warm_is_told_with_the_reason(answers, why, told) -> N
     assert why in standing.why
     assert told[0].startswith("warm prompt entry 1 is not warm: ")
     assert "0 completed, 1 skipped, 0 prompt tokens" in told[-1]
+
+
+@pytest.mark.parametrize("at", [0, 1, 10, 31, 35])
+async def test_a_backend_that_dies_leaves_entries_that_are_not_warm(at, told) -> None:
+    standing = await warmed(Gone(at), told)
+    assert not standing.proven
+    assert standing.why == "the backend went away: connection refused"
+
+
+async def test_a_cache_that_was_not_cleared_is_told(told) -> None:
+    assert not await PromptWarmer(Gone(0), ENTRIES, say=told.append).clear()
+    assert told == ["the prompt cache was not cleared: the backend went away: connection refused"]
+    assert await PromptWarmer(Backend(slots={"n_erased": 0}), ENTRIES).clear()
+
+
+async def test_a_repair_of_a_backend_that_dies_raises_nothing(told) -> None:
+    backend = Backend()
+    warmer = PromptWarmer(backend, ENTRIES, say=told.append)
+    await warmer.warm()
+    warmer.used(0, 0)
+    warmer._send = Gone(0)
+    assert await warmer.repair() == 1
+    assert "the backend went away" in warmer.standings[0].why
 
 
 async def test_a_template_nobody_knows_is_rendered_twice_a_while_apart(
