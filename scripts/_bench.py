@@ -141,7 +141,7 @@ def median_and_range(values: Sequence[float], digits: int = 1) -> str:
 def claim_table(claims: Sequence[Claim]) -> Table:
     """Return claims as a table."""
     rows = [
-        (c.text, f"{c.at_most:g}", "-" if c.value is None else f"{c.value:.3g}", c.outcome)
+        (c.text, f"{c.at_most:g}", "-" if c.value is None else f"{round(c.value, 2):g}", c.outcome)
         for c in claims
     ]
     return Table("Claims", ("claim", "at most", "measured", "outcome"), tuple(rows))
