@@ -247,8 +247,9 @@ class Engine:
                 piece = decoder.decode(text.piece(token))
                 job.tokens.append(token)
                 slot.decoded, slot.remaining = number + 1, most - number - 1
+                before = len(job.content)
                 if self._stopped(job, piece):
-                    yield Token(token, "")
+                    yield Token(token, job.content[before:])
                     return
                 job.content += piece
                 yield Token(token, piece)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -68,7 +67,7 @@ def main() -> None:
     listener = _bind(options, world)
     _greet(options, log)
     server = Server(options, world, listener)
-    threading.Thread(target=server.serve, daemon=True).start()
+    world.start_thread(server.serve)
     world.start_clocks()
     _load(options, world, server, devices)
     world.handle_signals(loaded=True, on_stop=server.stop)

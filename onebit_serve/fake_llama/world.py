@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -135,19 +136,25 @@ class World:
             if hang.everything:
                 self.hung_all.set()
 
+    @staticmethod
+    def start_thread(work: Callable[[], None]) -> None:
+        """Start a thread that no signal is given to: it must reach the main thread's sleep."""
+        handled = {signal.SIGTERM, signal.SIGINT}
+        signal.pthread_sigmask(signal.SIG_BLOCK, handled)
+        threading.Thread(target=work, daemon=True).start()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, handled)
+
+    def _at(self, moment: Moment) -> None:
+        time.sleep(max(0.0, moment.after_s - (time.monotonic() - STARTED)))
+        self.reached(moment)
+
     def start_clocks(self) -> None:
         """Start what happens by the clock: noise, and death or a hang after some seconds."""
         for what in (self.knobs.dead_at, self.knobs.hang_at):
             if what and what.moment.what == "time":
-                timer = threading.Timer(
-                    max(0.0, what.moment.after_s - (time.monotonic() - STARTED)),
-                    self.reached,
-                    [what.moment],
-                )
-                timer.daemon = True
-                timer.start()
+                self.start_thread(partial(self._at, what.moment))
         if self.knobs.noise:
-            threading.Thread(target=self._make_noise, daemon=True).start()
+            self.start_thread(self._make_noise)
 
     def _make_noise(self) -> None:
         pause_s = max(0.01, len(NOISE_LINE) / self.knobs.noise)
@@ -198,7 +205,7 @@ class World:
                 self.log.raw(b"Received second interrupt, terminating immediately.\n")
                 self.exit(1)
             self.stopping.set()
-            threading.Thread(target=self._on_stop, daemon=True).start()
+            self.start_thread(self._on_stop)
             return
         self.say_goodbye()
         self.exit(0)
