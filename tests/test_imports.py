@@ -29,7 +29,7 @@ LAYOUT = re.findall(
     live.logfile live.log live.ring live.notify live.leftovers
     live.cache live.machine live.device_lock live.history live.driver_caches live.prefetch
     live.child live.pump live.upstream live.saves live.prefix live.probe
-    live.pulse live.episode live.supervise live.house live.orders live.relay
+    live.pulse live.episode live.supervise live.house live.orders live.heartbeat live.relay
     live.hangup live.reaper live.connection live.door
     serve bench gate
     cli

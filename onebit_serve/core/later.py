@@ -28,7 +28,6 @@ NOT_YET: tuple[Later, ...] = (
     ),
     Later(("server.allow_remote",), {"--allow-remote": 0}, "listen on 127.0.0.1"),
     Later(("server.allowed_hosts", "server.allowed_origins")),
-    Later(("server.ping_s",)),
     Later(("backend.idle_s", "backend.pin")),
     Later(("backend.allow_cpu_fallback",)),
     Later(("warmup.budget_s", "warmup.idle", "warmup.idle_max_ms")),

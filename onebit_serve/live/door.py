@@ -24,6 +24,7 @@ from onebit_serve.core.http import BadRequestError, RequestHead
 from onebit_serve.core.wire import Refusal
 from onebit_serve.live.connection import Connection, LeftError
 from onebit_serve.live.hangup import HangUpWatch
+from onebit_serve.live.heartbeat import Heartbeat
 from onebit_serve.live.house import House
 from onebit_serve.live.log import Log
 from onebit_serve.live.orders import Orders
@@ -65,6 +66,8 @@ class Door:
         self._listener = listener
         self._settings = settings
         self._park_s = settings.park_s or math.inf
+        self._ping_s = settings.ping_s
+        self._nursery: trio.Nursery
         self._house = house
         self._orders = orders
         self._log = log
@@ -79,6 +82,7 @@ class Door:
         """Accept connections until drained or cancelled."""
         self._listener.setblocking(False)  # noqa: FBT003
         async with trio.open_nursery() as nursery:
+            self._nursery = nursery
             nursery.start_soon(self._watch.run)
             nursery.start_soon(self._close_late_ones)
             with suppress(trio.ClosedResourceError):  # by `drain`
@@ -216,6 +220,24 @@ class Door:
                 return view.health(self._house.views())
 
     async def _ask(self, connection: Connection, backend: Backend, errand: Errand) -> bool:
+        """Answer a request from its backend, with comments meanwhile where they are asked for."""
+        if not errand.stream or errand.assemble or errand.head.http_1_0 or not self._ping_s:
+            return await self._ask_backend(connection, backend, errand, None)
+        heartbeat = Heartbeat(connection.sock, self._ping_s, b"".join(errand.headers))
+        self._nursery.start_soon(heartbeat.run)
+        try:
+            return await self._ask_backend(connection, backend, errand, heartbeat)
+        finally:
+            with trio.CancelScope(shield=True, deadline=trio.current_time() + 1.0):
+                await heartbeat.stop()
+
+    async def _ask_backend(
+        self,
+        connection: Connection,
+        backend: Backend,
+        errand: Errand,
+        heartbeat: Heartbeat | None,
+    ) -> bool:
         """Send a request to its backend, and once more where that died before it answered."""
         name, reason = backend.plan.name, ""
         for attempt in range(1, _SENT_AT_MOST + 1):
@@ -226,9 +248,9 @@ class Door:
                 if reason:
                     message = f"{name} failed before it answered: {reason}; {refusal.message}"
                     refusal = Refusal(502, message, "backend_gone")
-                return await connection.answer_refusal(errand.head, refusal)
+                return await self._send_refusal(connection, errand, refusal, heartbeat)
             try:
-                return await self._relay(connection, backend, lease, errand)
+                return await self._relay(connection, backend, lease, errand, heartbeat)
             except GoneError as error:
                 reason = error.reason
                 if attempt == _SENT_AT_MOST or not await lease.wait_left():
@@ -236,14 +258,31 @@ class Door:
             self._log.say(f"a request to {name} is sent again: {reason}", backend=name)
         message = f"{name} failed before it answered: {reason}"
         refusal = Refusal(502, message, "backend_gone")
-        return await connection.answer_refusal(errand.head, refusal)
+        return await self._send_refusal(connection, errand, refusal, heartbeat)
+
+    async def _send_refusal(
+        self,
+        connection: Connection,
+        errand: Errand,
+        refusal: Refusal,
+        heartbeat: Heartbeat | None,
+    ) -> bool:
+        if heartbeat is not None and await heartbeat.stop():
+            await heartbeat.end(refusal)
+            return errand.head.keep_alive
+        return await connection.answer_refusal(errand.head, refusal, b"".join(errand.headers))
 
     async def _relay(
-        self, connection: Connection, backend: Backend, lease: Lease, errand: Errand
+        self,
+        connection: Connection,
+        backend: Backend,
+        lease: Lease,
+        errand: Errand,
+        heartbeat: Heartbeat | None,
     ) -> bool:
         whole = False
         try:
-            go_on = await relay(errand, connection.sock, lease, self._pump)
+            go_on = await relay(errand, connection.sock, lease, self._pump, heartbeat)
             whole = True
         except GoneError:
             whole = True  # no slot works for it any more

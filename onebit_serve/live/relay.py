@@ -34,6 +34,7 @@ from onebit_serve.core.http import (
     response_head,
     without,
 )
+from onebit_serve.live.heartbeat import Heartbeat
 from onebit_serve.live.pump import Ended, Pump
 from onebit_serve.live.supervise import Lease
 from onebit_serve.live.upstream import GoneError, receive, send_all
@@ -42,7 +43,7 @@ __all__ = ["ClientGoneError", "CutError", "Errand", "relay"]
 
 _BLOCK_BYTES = 65536
 _HEAD_LIMIT_BYTES = 65536
-_SERVER_ERROR = 500
+_OK, _SERVER_ERROR = 200, 500
 _REPLY_LIMIT_BYTES = 64 << 20  # of replies that must be held whole to be put together
 
 
@@ -82,7 +83,13 @@ class Errand(msgspec.Struct, frozen=True):
     headers: tuple[bytes, ...] = ()
 
 
-async def relay(errand: Errand, client: socket.socket, lease: Lease, pump: Pump) -> bool:
+async def relay(
+    errand: Errand,
+    client: socket.socket,
+    lease: Lease,
+    pump: Pump,
+    heartbeat: Heartbeat | None = None,
+) -> bool:
     """Carry one request to a backend and its reply back.
 
     Args:
@@ -90,12 +97,13 @@ async def relay(errand: Errand, client: socket.socket, lease: Lease, pump: Pump)
         client: The client's socket, non-blocking.
         lease: The right to ask the backend; it learns which connection is used.
         pump: Moves the body.
+        heartbeat: What the client has been sent while it waited, or `None`.
 
     Returns:
         Whether the client's connection may carry another request.
 
     Raises:
-        GoneError: The backend failed before it answered; nothing was sent to the client.
+        GoneError: The backend failed before it answered; nothing of it was sent to the client.
         CutError: It failed after that; the client's connection must be closed now.
         ClientGoneError: The client could not be written to.
     """
@@ -106,7 +114,9 @@ async def relay(errand: Errand, client: socket.socket, lease: Lease, pump: Pump)
         head = response_head(raw_head)
         fatal = framer.status >= _SERVER_ERROR and wire.is_fatal(opened[3])
         lease.note_status(framer.status, fatal=fatal)
-        if errand.assemble or errand.model:
+        if heartbeat is not None and await heartbeat.stop():
+            go_on = await _join(errand, client, opened, head, lease, pump)
+        elif errand.assemble or errand.model:
             go_on = await _translate(errand, client, opened, head)
         else:
             go_on = await _copy(errand, client, opened, head, lease, pump)
@@ -179,6 +189,8 @@ async def _exchange_heads(
                     return sock, framer, raw_head, received[end:]
                 received = received[end:]  # 100 and its like say nothing that a client waits for
                 continue
+            if not received.startswith(b"HTTP/"[: len(received)]):
+                raise GoneError("the backend's reply is no HTTP")
             if len(received) > _HEAD_LIMIT_BYTES:
                 raise GoneError("the backend's reply has an endless head")
             await trio.lowlevel.wait_readable(sock)
@@ -239,7 +251,7 @@ async def _copy(
     pump: Pump,
 ) -> bool:
     """Pass the reply on as it is; for HTTP/1.0 clients without its chunks."""
-    sock, framer, _, rest = opened
+    _, framer, _, rest = opened
     closing = _closing(errand, head, framer)
     unchunk = errand.head.http_1_0 and head.chunked
     lines = head.lines
@@ -247,14 +259,51 @@ async def _copy(
         lines, rest = without(lines, b"transfer-encoding"), framer.take_body()
     last = b"".join((lines, *errand.headers, _ending(closing), rest))
     await _send(client, last)
+    await _carry(client, opened, head, lease, pump, last=last, unchunk=unchunk)
+    return not closing
+
+
+async def _carry(
+    client: socket.socket,
+    opened: _Opened,
+    head: ResponseHead,
+    lease: Lease,
+    pump: Pump,
+    *,
+    last: bytes,
+    unchunk: bool = False,
+) -> None:
+    """Have the rest of a body moved to the client; `last` is what it was sent before that."""
+    sock, framer, _, _ = opened
     if framer.complete or framer.bodiless:
-        return not closing
+        return
     ended, moved = await pump.carry(sock, client, framer, lease, unchunk=unchunk)
     if ended is Ended.CLIENT_GONE:
         raise ClientGoneError
     to_the_end = not head.chunked and head.length is None
     if ended is Ended.BACKEND_GONE and not to_the_end:
         await _cut(client, head, framer, moved or last)
+
+
+async def _join(
+    errand: Errand,
+    client: socket.socket,
+    opened: _Opened,
+    head: ResponseHead,
+    lease: Lease,
+    pump: Pump,
+) -> bool:
+    """Go on with an event stream that has begun; whatever is no stream becomes an event of it."""
+    _, framer, _, rest = opened
+    closing = not errand.head.keep_alive
+    if not (head.event_stream and head.chunked and framer.status == _OK):
+        event = b"data: " + b" ".join((await _whole_body(opened, head)).splitlines()) + b"\n\n"
+        await _send(client, b"%x\r\n%s\r\n0\r\n\r\n" % (len(event), event))
+    elif errand.model:
+        await _rename_events(errand, client, opened, head)
+    else:
+        await _send(client, rest)
+        await _carry(client, opened, head, lease, pump, last=rest)
     return not closing
 
 
@@ -284,7 +333,7 @@ async def _translate(
         return not closing
     whole = await _whole_body(opened, head)
     if errand.assemble and head.event_stream:
-        assembler = wire.Assembler()
+        assembler = wire.Assembler(errand.body)
         assembler.feed(whole)
         lines = without(lines, b"content-type", b"x-accel-buffering")
         lines += b"Content-Type: application/json; charset=utf-8\r\n"
