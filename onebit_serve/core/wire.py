@@ -213,10 +213,17 @@ class Assembler:
     """Puts the events of a streamed reply together into the reply that does not stream.
 
     Chat deltas are merged field by field: strings are joined, `tool_calls` by their index. In
-    llama-server's own `/completion` the last event carries everything but the text.
+    llama-server's own `/completion` the last event carries everything but the text and the tokens,
+    which the whole reply has only where they are asked for.
+
+    Args:
+        request: The body of the request that is answered.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, request: bytes = b"") -> None:
+        self._return_tokens = b'"return_tokens"' in request and bool(
+            msgspec.json.decode(request).get("return_tokens")
+        )
         self._events = EventReader()
         self._whole: dict[str, Any] = {}
         self._text = ""
@@ -257,7 +264,9 @@ class Assembler:
                     kept.setdefault(key, []).extend(values or [])
 
     def body(self) -> bytes:
-        """Return the whole reply as JSON."""
+        """Return the whole reply as JSON; an error that came in the stream is all of it."""
+        if self.error is not None:
+            return msgspec.json.encode({"error": self.error})
         whole = self._whole
         kind = whole.get("object")
         if kind == "chat.completion.chunk":
@@ -269,7 +278,7 @@ class Assembler:
             whole["choices"] = [choice | self._choice]
         else:
             whole["content"] = self._text
-            whole["tokens"] = self._tokens
+            whole["tokens"] = self._tokens if self._return_tokens else []
             if self._probabilities:
                 whole["completion_probabilities"] = self._probabilities
         return msgspec.json.encode(whole)

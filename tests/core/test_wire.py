@@ -222,17 +222,25 @@ def test_a_completion_of_openai_is_put_together():
     assert whole == {"object": "text_completion", "choices": [choice], "usage": {"n": 2}}
 
 
-def test_a_completion_of_llama_server_is_put_together():
-    whole = assembled(
-        {"index": 0, "content": "a", "tokens": [1], "stop": False},
-        {"index": 0, "content": "b", "tokens": [2], "stop": False},
-        {"index": 0, "content": "", "tokens": [], "stop": True, "stop_type": "limit"},
+@pytest.mark.parametrize(
+    ("request_", "tokens"),
+    [(b"{}", []), (b'{"return_tokens":false}', []), (b'{"return_tokens":true}', [1, 2])],
+)
+def test_a_completion_of_llama_server_is_put_together(request_, tokens):
+    assembler = Assembler(request_)
+    assembler.feed(
+        stream(
+            {"index": 0, "content": "a", "tokens": [1], "stop": False},
+            {"index": 0, "content": "b", "tokens": [2], "stop": False},
+            {"index": 0, "content": "", "tokens": [], "stop": True, "stop_type": "limit"},
+        )
     )
-    wanted = {"content": "ab", "tokens": [1, 2], "stop": True, "stop_type": "limit"}
-    assert whole == {"index": 0, **wanted}
+    wanted = {"content": "ab", "tokens": tokens, "stop": True, "stop_type": "limit"}
+    assert json.loads(assembler.body()) == {"index": 0, **wanted}
 
 
 def test_an_error_among_the_events_is_kept():
     assembler = Assembler()
     assembler.feed(stream(chunk({"content": "a"}), {"error": {"code": 500, "message": "bad"}}))
     assert assembler.error == {"code": 500, "message": "bad"}
+    assert json.loads(assembler.body()) == {"error": assembler.error}
