@@ -54,6 +54,12 @@ class ModelFacts(msgspec.Struct, frozen=True):
         context_length: `ARCH.context_length` in tokens, the context the model was trained with.
         file_type: `general.file_type`, llama.cpp's number of the quantisation.
         pooling: `ARCH.pooling_type`, set on embedding and reranking models.
+        block_count: `ARCH.block_count`, its layers.
+        embedding_length: `ARCH.embedding_length`.
+        head_count: `ARCH.attention.head_count`; `None` where it differs by layer.
+        head_count_kv: `ARCH.attention.head_count_kv`; `None` where it differs by layer.
+        key_length: `ARCH.attention.key_length`; models without it share the embedding out.
+        value_length: `ARCH.attention.value_length`; as `key_length`.
     """
 
     path: str
@@ -63,3 +69,9 @@ class ModelFacts(msgspec.Struct, frozen=True):
     context_length: int | None = None
     file_type: int | None = None
     pooling: int | None = None
+    block_count: int | None = None
+    embedding_length: int | None = None
+    head_count: int | None = None
+    head_count_kv: int | None = None
+    key_length: int | None = None
+    value_length: int | None = None

@@ -69,6 +69,7 @@ _DEVICE_PREFIXES: Final = (
     "VK_",
     "ZE_",
 )
+_MODEL_FIELDS: Final = ",".join(ModelFacts.__struct_fields__)  # an older cache has fewer
 # What appears or changes when a driver is installed or a card shows up.
 _DRIVER_PLACES: Final = (
     "/dev/dri",
@@ -170,7 +171,7 @@ def model_facts(path: str, env: Mapping[str, str] | None = None) -> ModelFacts:
     """
     model = Path(path)
     info = _check_model(model)
-    key = [str(model.absolute()), str(info.st_size), str(info.st_mtime_ns)]
+    key = [str(model.absolute()), str(info.st_size), str(info.st_mtime_ns), _MODEL_FIELDS]
     cache = cache_file(os.environ if env is None else env, "model", key[:1])
     cached = recall(cache, key, ModelFacts)
     if cached is not None:
@@ -189,6 +190,12 @@ def model_facts(path: str, env: Mapping[str, str] | None = None) -> ModelFacts:
         context_length=header.number(f"{arch}.context_length"),
         file_type=header.number("general.file_type"),
         pooling=header.number(f"{arch}.pooling_type"),
+        block_count=header.number(f"{arch}.block_count"),
+        embedding_length=header.number(f"{arch}.embedding_length"),
+        head_count=header.number(f"{arch}.attention.head_count"),
+        head_count_kv=header.number(f"{arch}.attention.head_count_kv"),
+        key_length=header.number(f"{arch}.attention.key_length"),
+        value_length=header.number(f"{arch}.attention.value_length"),
     )
     if parts == 1:
         remember(cache, key, facts)

@@ -1,0 +1,175 @@
+"""Whether a model can fit before it is loaded: what it needs, against what there is.
+
+The weights are as large as the file. The KV cache of plain attention is
+
+    context x layers x KV heads x (key length + value length) x bytes of an element
+
+(llama.cpp, 2 bytes for f16). Models with a sliding window or a recurrent state keep less, so what
+is said of the cache is "at most", and it only ever warns: llama-server makes the context smaller by
+itself where it was not given (`-fit`). Weights that are larger than the whole memory are refused.
+What is not known is not judged.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from onebit_serve.core.facts import Device, ModelFacts
+
+__all__ = ["Fit", "Memory", "Need", "judge", "memory_of", "need"]
+
+# Bytes of an element of the cache by llama-server's `--cache-type-k` word; a block of 32 has a
+# scale of 2 bytes (ggml's quantised types).
+_ELEMENT_BYTES = {
+    "f32": 4.0,
+    "f16": 2.0,
+    "bf16": 2.0,
+    "q8_0": 34 / 32,
+    "q5_1": 24 / 32,
+    "q5_0": 22 / 32,
+    "q4_1": 20 / 32,
+    "q4_0": 18 / 32,
+    "iq4_nl": 18 / 32,
+}
+_MIB = 1 << 20
+_GIB = 1 << 30
+
+Word = Literal["fits", "tight", "too_large", "unknown"]
+
+
+class Need(msgspec.Struct, frozen=True):
+    """What a model needs.
+
+    Args:
+        weights_bytes: Its weights.
+        cache_bytes: Its KV cache at most, for the whole context; `None` where the header does not
+            tell, or the context is the program's to choose.
+    """
+
+    weights_bytes: int
+    cache_bytes: int | None = None
+
+
+class Memory(msgspec.Struct, frozen=True):
+    """What there is, in one place.
+
+    Args:
+        where: Its name, for messages: `this machine`, `Vulkan0`.
+        total_bytes: All of it; `None` where unknown.
+        free_bytes: What is free now; `None` where unknown.
+    """
+
+    where: str
+    total_bytes: int | None = None
+    free_bytes: int | None = None
+
+
+class Fit(msgspec.Struct, frozen=True):
+    """The verdict.
+
+    Args:
+        word: `fits`; `tight`: say the message and go on; `too_large`: refuse; `unknown`.
+        message: What it needs and what there is; empty for `fits` and `unknown`.
+    """
+
+    word: Word
+    message: str = ""
+
+
+def need(
+    model: ModelFacts,
+    *,
+    ctx_tokens: int = 0,
+    key_type: str = "f16",
+    value_type: str = "f16",
+) -> Need:
+    """Return what a model needs.
+
+    Args:
+        model: Its facts.
+        ctx_tokens: The context of all slots together; 0 where the program chooses.
+        key_type: Type of the keys in the cache, in llama-server's words.
+        value_type: Type of the values.
+    """
+    per_token = _cache_bytes_per_token(model, key_type, value_type)
+    if per_token is None or not ctx_tokens:
+        return Need(model.size_bytes)
+    return Need(model.size_bytes, int(per_token * ctx_tokens))
+
+
+def memory_of(
+    device: str,
+    listed: tuple[Device, ...],
+    *,
+    machine_total_bytes: int | None,
+    machine_free_bytes: int | None,
+) -> Memory:
+    """Return the memory that a model on this device uses.
+
+    Args:
+        device: As llama-server lists it; `none` or empty is the CPU. Of several, which share the
+            model, nothing is known.
+        listed: What `--list-devices` said.
+        machine_total_bytes: The machine's memory.
+        machine_free_bytes: What of it is available without swapping.
+    """
+    if device.lower() in ("", "none", "cpu"):
+        return Memory("this machine", machine_total_bytes, machine_free_bytes)
+    for one in listed:
+        if one.name.lower() == device.lower():
+            # Drivers that don't know print 0 MiB.
+            total = one.total_mib * _MIB if one.total_mib else None
+            free = one.free_mib * _MIB if one.free_mib and total else None
+            return Memory(one.name, total, free)
+    return Memory(device)
+
+
+def judge(wanted: Need, memory: Memory, name: str) -> Fit:
+    """Hold what a model needs against what there is.
+
+    Args:
+        wanted: What it needs.
+        memory: The memory it would use.
+        name: The model, for the message.
+    """
+    weights, total, free = wanted.weights_bytes, memory.total_bytes, memory.free_bytes
+    if total is not None and weights > total:
+        return Fit(
+            "too_large",
+            f"{name} cannot fit: its weights need {_size(weights)}, {memory.where} has "
+            f"{_size(total)} in all",
+        )
+    have, state = (free, "free") if free is not None else (total, "in all")
+    if have is None:
+        return Fit("unknown")
+    cache = wanted.cache_bytes or 0
+    if weights + cache <= have:
+        return Fit("fits")
+    parts = _size(weights)
+    if cache:
+        parts += f" for its weights and at most {_size(cache)} for its context"
+    return Fit(
+        "tight",
+        f"{name} may not fit: it needs about {parts}, {memory.where} has {_size(have)} {state}",
+    )
+
+
+def _cache_bytes_per_token(model: ModelFacts, key_type: str, value_type: str) -> float | None:
+    layers, heads = model.block_count, model.head_count_kv
+    keys, values = model.key_length, model.value_length
+    if model.embedding_length and model.head_count:
+        # Where the header names no length, a head has its share of the embedding (llama.cpp).
+        share = model.embedding_length // model.head_count
+        keys, values = keys or share, values or share
+    key_bytes, value_bytes = _ELEMENT_BYTES.get(key_type), _ELEMENT_BYTES.get(value_type)
+    if not (layers and heads and keys and values and key_bytes and value_bytes):
+        return None
+    return layers * heads * (keys * key_bytes + values * value_bytes)
+
+
+def _size(size_bytes: int) -> str:
+    if size_bytes < _GIB:
+        return f"{max(1, round(size_bytes / _MIB))} MiB"
+    return f"{size_bytes / _GIB:.1f} GiB"
