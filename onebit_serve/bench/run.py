@@ -137,7 +137,8 @@ async def measure(
     if settings.count_tokens:
         counted = await _count_tokens(door, settings)
         recorder.note(settings=recorder.run.settings | {"prompt_tokens": counted})
-    watch = surroundings.Watch(surroundings.find_server(door))
+    pids = [pid for _, pid in surroundings.backend_ports(facts.get("status")) if pid]
+    watch = surroundings.Watch(surroundings.find_server(door), pids)
     numbers = _numbers()
     used: list[Usage] = []
     began_s = trio.current_time()

@@ -14,6 +14,7 @@ import ipaddress
 import os
 import platform
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -149,10 +150,13 @@ class Watch:
 
     Args:
         server: The process that listens; `None` watches only ourselves.
+        backends: Process ids of its backends, where it tells them; else all children are taken
+            for such.
     """
 
-    def __init__(self, server: psutil.Process | None) -> None:
+    def __init__(self, server: psutil.Process | None, backends: Collection[int] = ()) -> None:
         self._server = server
+        self._backends = frozenset(backends)
         self._known: dict[int, tuple[psutil.Process, str, str]] = {}
         self._begin: dict[int, float] = {}
         self._latest: dict[int, float] = {}
@@ -221,7 +225,9 @@ class Watch:
                 children = []
             # a supervisor is told from a plain server by its having children
             found.append((self._server, "supervisor" if children else "server"))
-            found += [(child, "backend") for child in children]
+            for child in children:
+                told = not self._backends or child.pid in self._backends
+                found.append((child, "backend" if told else "helper"))
         for process, role in found:
             with contextlib.suppress(psutil.Error, OSError):
                 self._known[process.pid] = (process, role, process.name())

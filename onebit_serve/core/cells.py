@@ -161,7 +161,9 @@ class RelayCost(msgspec.Struct, frozen=True):
         door: Median through the front door, in milliseconds.
         direct: Median beside it, in milliseconds.
         added: Median over loads or waves of door less direct, in milliseconds.
-        interval: Its 95 % interval; `None` with under five units.
+        low: The least that any unit added.
+        high: The most.
+        interval: The 95 % interval of `added`; `None` with under five units.
         unit: What was resampled.
     """
 
@@ -171,6 +173,8 @@ class RelayCost(msgspec.Struct, frozen=True):
     door: float
     direct: float
     added: float
+    low: float
+    high: float
     interval: score.Interval | None
     unit: Literal["load", "wave"]
 
@@ -274,6 +278,8 @@ def relay_costs(results: Results, metric: str = "ttft") -> tuple[RelayCost, ...]
                 door=score.median([door for door, _ in pairs]),
                 direct=score.median([direct for _, direct in pairs]),
                 added=score.median(added),
+                low=min(added),
+                high=max(added),
                 interval=score.interval([[value] for value in added]),
                 unit=unit,
             )

@@ -46,7 +46,8 @@ class Usage(msgspec.Struct, frozen=True):
 
     Args:
         cell: The cell, as `Request.cell` names it.
-        role: `client`, `supervisor`, `backend`, or `server` where there is no supervisor.
+        role: `client`, `supervisor`, `backend`, `helper` (what else the supervisor started), or
+            `server` where there is no supervisor.
         name: The program's base name.
         pid: Its process id.
         rss_bytes: Highest resident memory seen, in bytes, sampled twice a second.

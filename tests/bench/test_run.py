@@ -242,6 +242,20 @@ def test_a_process_that_ended_leaves_what_was_seen():
     assert [use.pid for use in watch.finish("cell")] == [os.getpid(), child.pid]
 
 
+def test_backends_are_told_from_what_else_a_supervisor_started():
+    children = [psutil.Popen(["sleep", "60"]) for _ in range(2)]
+    try:
+        watch = surroundings.Watch(psutil.Process(), [children[0].pid])
+        watch.start()
+        roles = {use.pid: use.role for use in watch.finish("cell")}
+    finally:
+        for child in children:
+            child.kill()
+            child.wait()
+    assert [roles[child.pid] for child in children] == ["backend", "helper"]
+    assert [process.pid for process in watch.backends] == [children[0].pid]
+
+
 def test_files_are_hashed_and_missing_ones_are_left_out(tmp_path):
     model = tmp_path / "m.gguf"
     model.write_bytes(b"GGUF")
