@@ -8,7 +8,10 @@ alone; each is one of
     {"times": [T, N]} send a text N times
     {"gate": FILE}    wait until a file exists
     {"gone": true}    wait until the other side is gone, and record when
+    {"deaf": true}    take no more connections
     {"end": HOW}      close, reset or exit (the process, at once)
+
+`SCRIPT_VERSION` is what it calls itself; its slot is busy while the file `SCRIPT_BUSY` exists.
 
 It stands alone: the standard library and nothing of ours.
 """
@@ -35,6 +38,7 @@ HELP = """-m,    --model FNAME                    model
 -c,    --ctx-size N                     context
 """
 LOCK = threading.Lock()
+LISTENER = socket.socket()
 
 
 def record(event: str, **fields: object) -> None:
@@ -87,6 +91,8 @@ def play(sock: socket.socket, target: str, steps: list) -> None:
         elif "gate" in step:
             while not Path(step["gate"]).exists():
                 time.sleep(0.002)
+        elif "deaf" in step:
+            LISTENER.close()
         elif "gone" in step:
             wait_gone(sock)
             record("gone", path=target)
@@ -136,23 +142,40 @@ def serve(sock: socket.socket) -> None:
             return
 
 
+def accept() -> None:
+    poll = select.poll()
+    poll.register(LISTENER, select.POLLIN)
+    while True:
+        poll.poll(20)  # not in accept(), which would keep a closed listener listening
+        if LISTENER.fileno() < 0:
+            return
+        LISTENER.settimeout(0.02)
+        try:
+            sock, _ = LISTENER.accept()
+        except OSError:
+            continue
+        sock.settimeout(None)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        threading.Thread(target=serve, args=(sock,), daemon=True).start()
+
+
 def main() -> None:
     words = sys.argv[1:]
     if "--version" in words:
-        sys.stderr.write("version: 1 (scripted)\n")
+        sys.stderr.write(os.environ.get("SCRIPT_VERSION", "version: 1 (scripted)") + "\n")
     elif "--list-devices" in words:
         sys.stdout.write("Available devices:\n")
     elif "--help" in words:
         sys.stdout.write(HELP)
     else:
         signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
-        listener = socket.socket()
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(("127.0.0.1", int(words[words.index("--port") + 1])))
-        listener.listen(512)
+        LISTENER.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        flag = "--port" if "--port" in words else "-p"
+        LISTENER.bind(("127.0.0.1", int(words[words.index(flag) + 1])))
+        LISTENER.listen(512)
+        threading.Thread(target=accept, daemon=True).start()
         while True:
-            sock, _ = listener.accept()
-            threading.Thread(target=serve, args=(sock,), daemon=True).start()
+            signal.pause()
 
 
 if __name__ == "__main__":
