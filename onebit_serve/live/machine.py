@@ -178,13 +178,11 @@ def model_facts(path: str, env: Mapping[str, str] | None = None) -> ModelFacts:
         return msgspec.structs.replace(cached, path=path)
     header = _read_header(model, info.st_size)
     parts = header.number("split.count") or 1
-    size_bytes = info.st_size
-    if parts > 1:
-        size_bytes += sum(_check_part(model, header, number) for number in range(2, parts + 1))
+    others_bytes = sum(_check_part(model, header, number) for number in range(2, parts + 1))
     arch = header.architecture
     facts = ModelFacts(
         path=path,
-        size_bytes=size_bytes,
+        size_bytes=info.st_size + others_bytes,
         architecture=arch,
         name=header.text("general.name"),
         context_length=header.number(f"{arch}.context_length"),
