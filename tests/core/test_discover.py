@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from bisect import bisect_right
 from random import Random
 
@@ -67,6 +68,30 @@ def test_the_times_measured_on_software_vulkan_give_its_classes():
             first_s = again_s * 1.1
         discovery = discovery.observe(tokens, first_s, again_s, again_s * 1.08)
     assert discovery.found().classes.starts == VULKAN_STARTS
+
+
+# llama-server b10068 on lavapipe, tiny llama, no shader cache, no flash attention, on two cores that
+# others kept busy: seconds of the first, second and third prompt of each length.
+BUSY = """
+1: 0.981 0.076 0.088   2: 0.063 0.055 0.060   3: 21.442 0.052 0.068   4: 13.022 0.041 0.061
+5: 13.963 0.063 0.039  6: 156.36 0.134 0.128  7: 229.564 0.188 0.067  8: 118.384 0.164 0.167
+9: 26.086 0.123 0.152  12: 0.345 0.220 0.200  16: 0.232 0.198 0.263   17: 0.416 0.492 0.456
+24: 0.724 0.738 0.591  32: 0.833 0.907 0.807  33: 28.964 1.255 0.637  48: 0.724 0.788 0.979
+64: 1.104 1.827 1.269  65: 129.47 1.126 1.459 96: 2.288 2.493 3.021   128: 2.976 2.961 3.139
+129: 3.686 2.977 2.518 192: 3.004 2.847 2.717 256: 4.488 4.208 5.952  257: 5.524 4.173 4.316
+384: 6.556 6.155 5.680 512: 10.744 8.456 9.114
+"""
+
+
+def test_the_noise_of_a_busy_machine_is_not_taken_for_a_class():
+    rows = re.findall(r"(\d+): ([\d.]+) ([\d.]+) ([\d.]+)", BUSY)
+    times = {int(tokens): [float(s) for s in seconds] for tokens, *seconds in rows}
+    discovery = Discovery(512)
+    while (tokens := discovery.next()) is not None:
+        discovery = discovery.observe(tokens, *times.pop(tokens))
+    assert times == {}
+    assert discovery.found().classes.starts == VULKAN_STARTS
+    assert discovery.found().unsure == ()
 
 
 def test_a_device_that_builds_for_every_length_is_told_by_a_few_of_them():
