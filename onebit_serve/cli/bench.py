@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
-from onebit_serve.cli.bench_output import comparison_tables, draw, measured, progress
+from onebit_serve.cli.bench_output import Progress, comparison_tables, draw, measured
 from onebit_serve.core import prompts as texts
 from onebit_serve.core import report, results, score
 from onebit_serve.core.cells import METRICS, gains
@@ -131,13 +131,13 @@ def command(
     output, form = _output(options)
     where = client.endpoint(url, key=_key(options["api_key_file"]))
     total = settings.repeats * sum(settings.concurrency) * max(1, len(settings.models))
-    with progress(total) as shown:
-        recorder = run.Recorder(run.new_run(tag, where.url), shown.told)
+    shown = Progress(total)
+    recorder = run.Recorder(run.new_run(tag, where.url), shown.told)
 
-        async def work() -> None:
-            await run.measure(settings, {"door": await client.resolve(where)}, recorder)
+    async def work() -> None:
+        await run.measure(settings, {"door": await client.resolve(where)}, recorder)
 
-        return measured(work, lambda: recorder.results, output, form)
+    return measured(work, lambda: recorder.results, output, form, shown)
 
 
 @command.command("compare", short_help="Speedups of results, cell by cell.")
@@ -264,9 +264,9 @@ def ab(arm_texts: tuple[str, ...], models: tuple[str, ...], **options: Any) -> i
         start_limit_s=options["start_limit"],
         command=tuple(shlex.split(options["server"])) if options["server"] else arms.SERVE,
     )
-    with progress(wanted.requests) as shown:
-        session = arms.Session(wanted, shown.told, shown.began)
-        return measured(session.run, lambda: session.results, output, form, session.kill)
+    shown = Progress(wanted.requests)
+    session = arms.Session(wanted, shown.told, shown.began)
+    return measured(session.run, lambda: session.results, output, form, shown, session.kill)
 
 
 def _settings(options: dict[str, Any], models: tuple[str, ...]) -> Settings:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import sys
 import tempfile
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 import click
@@ -15,7 +14,7 @@ import click
 from onebit_serve.core import report, results
 from onebit_serve.core.errors import OnebitError, UsageError
 
-__all__ = ["Progress", "comparison_tables", "draw", "measured", "progress"]
+__all__ = ["Progress", "comparison_tables", "draw", "measured"]
 
 _KILLED = 130
 
@@ -25,6 +24,7 @@ def measured(
     so_far: Callable[[], results.Results],
     output: Path | None,
     form: str,
+    shown: Progress,
     kill: Callable[[], None] = lambda: None,
 ) -> int:
     """Run, and write what there is however it ends.
@@ -34,6 +34,7 @@ def measured(
         so_far: Gives what there is.
         output: The file to write; `None` prints.
         form: `table`, `csv`, `json` or `md`.
+        shown: Drawn while `work` runs.
         kill: Ends what `work` started, on a second Ctrl-C.
 
     Raises:
@@ -41,10 +42,16 @@ def measured(
     """
     import trio
 
+    def last() -> None:
+        kill()
+        shown.bar.stop()  # which shows the cursor again
+        os._exit(_KILLED)
+
     failure: OnebitError | None = None
     interrupted = False
     try:
-        interrupted = trio.run(_interruptible, work, kill)
+        with shown.bar:
+            interrupted = trio.run(_interruptible, work, last)
     except OnebitError as error:
         failure = error
     found = so_far()
@@ -58,8 +65,8 @@ def measured(
     return 0
 
 
-async def _interruptible(work: Callable[[], Awaitable[None]], kill: Callable[[], None]) -> bool:
-    """Run until done or the first Ctrl-C; the second one kills at once."""
+async def _interruptible(work: Callable[[], Awaitable[None]], last: Callable[[], None]) -> bool:
+    """Run until done or the first Ctrl-C; at the second one `last` ends the process."""
     import trio
 
     failure: OnebitError | None = None
@@ -70,8 +77,7 @@ async def _interruptible(work: Callable[[], Awaitable[None]], kill: Callable[[],
             async def listen() -> None:
                 async for _ in signals:
                     if scope.cancel_called:
-                        kill()
-                        os._exit(_KILLED)
+                        last()
                     click.echo("stopping; once more kills at once", err=True)
                     scope.cancel()
 
@@ -195,11 +201,3 @@ class Progress:
         elif request.ttft_ms is not None:
             said += f", TTFT {report.number(request.ttft_ms)} ms"
         self.bar.update(self._task, advance=1, description=said)
-
-
-@contextlib.contextmanager
-def progress(total: int) -> Iterator[Progress]:
-    """Show a bar while the body runs."""
-    shown = Progress(total)
-    with shown.bar:
-        yield shown

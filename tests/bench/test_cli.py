@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import click
+import psutil
 import pytest
 from tiny_server import TinyServer
 
@@ -186,6 +187,33 @@ def test_ctrl_c_writes_what_there_is_and_exits_0(tmp_path):
     assert found.runs[0].note == "interrupted"
 
 
+def test_a_second_ctrl_c_kills_at_once_what_does_not_stop():
+    words = ["ab", "--arm", "a=--deaf", "--prompts", "short", "--repeats", "100000", "--no-noise"]
+    process = subprocess.Popen(
+        [sys.executable, "-c", ALONE, *words, "--server", SERVER],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with process:
+        deadline_s = time.monotonic() + 30
+        started = []
+        while not started and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+            started = [
+                child
+                for child in psutil.Process(process.pid).children()
+                if child.net_connections("tcp")
+            ]
+        process.send_signal(signal.SIGINT)
+        assert "once more kills" in process.stderr.readline()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 130
+    _, alive = psutil.wait_procs(started, timeout=10)
+    assert started
+    assert not alive
+
+
 def test_cold_against_warm_is_compared(tmp_path, capsys):
     cold = write(tmp_path / "cold.csv", "", 300)
     warm = write(tmp_path / "warm.csv", "", 100)
@@ -280,3 +308,10 @@ def test_a_file_that_cannot_be_replaced_is_printed_instead(tmp_path, capsys, mon
             *("--output", str(tmp_path / "a.csv")),
         )
     assert len(results.read(capsys.readouterr().out, name="a").requests) == 1
+
+
+@pytest.mark.parametrize("asked", [command, command.commands["compare"], command.commands["ab"]])
+def test_every_option_stands_in_the_manual(asked):
+    manual = (Path(__file__).parents[2] / "docs" / "bench-serve.md").read_text()
+    flags = [flag for option in asked.params for flag in (*option.opts, *option.secondary_opts)]
+    assert [f for f in flags if f.startswith("--") and f not in manual] == []

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import socket
 import sys
 import threading
@@ -162,6 +163,8 @@ def main():
     if "--fail" in sys.argv:
         sys.stderr.write("model file is cursed\n")
         sys.exit(3)
+    if "--deaf" in sys.argv:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if "--hang" in sys.argv:
         threading.Event().wait()
     server = TinyServer(**knobs)
