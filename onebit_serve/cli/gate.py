@@ -85,7 +85,6 @@ def _run(
     program = machine.find_llama_server(binary, None, env)
     stamp = datetime.now(timezone.utc).strftime("%Y%m%d-%H%M%S")
     folder = Path(report) if report else state_folder(env) / "reports" / stamp
-    evidence = Evidence(folder)
     order = Order(
         level,
         chosen,
@@ -97,6 +96,7 @@ def _run(
     with ExitStack() as held:
         for name in sorted({lock_name(model.device) for model, _ in chosen}):
             held.enter_context(device_lock(name, f"1bit gate {level}"))
+        evidence = Evidence(folder)  # not before: it may be the folder of the gate that runs
         return trio.run(
             lambda: run(
                 order,

@@ -28,7 +28,7 @@ from onebit_serve.gate import programs, requests
 from onebit_serve.gate.evidence import Evidence, Kept, state_folder
 from onebit_serve.gate.identify import MissingError, identify, model_path
 from onebit_serve.gate.record import RECORDED, record
-from onebit_serve.gate.serving import SERVE, Client, ServerError, Subject, serving
+from onebit_serve.gate.serving import Client, ServerError, Subject, serving
 
 __all__ = ["Order", "run"]
 
@@ -46,7 +46,6 @@ class Order(msgspec.Struct, frozen=True):
         binary: The llama-server, absolute.
         record: Write references instead of checking against them.
         command: The command line, for the report.
-        serve: The command of `1bit serve`.
     """
 
     level: str
@@ -55,7 +54,6 @@ class Order(msgspec.Struct, frozen=True):
     binary: str
     record: bool = False
     command: str = ""
-    serve: tuple[str, ...] = SERVE
 
 
 async def run(
@@ -212,7 +210,7 @@ class _Gate:
                 continue
             self._origins[model.name] = origin
             self._evidence.keep(model.name, "origin", origin)
-            subject = Subject(model, path, self._order.binary, self._env, self._order.serve)
+            subject = Subject(model, path, self._order.binary, self._env)
             if self._order.record:
                 await self._record(nursery, subject, checks, origin)
             else:

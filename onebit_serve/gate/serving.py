@@ -21,13 +21,16 @@ from onebit_serve.live.upstream import GoneError, exchange
 
 __all__ = ["SERVE", "Client", "Completion", "ServerError", "Subject", "serving"]
 
-# The same interpreter and the same package as the gate's own, whatever PATH says.
-SERVE: tuple[str, ...] = (
-    sys.executable,
-    "-c",
-    "import sys; from onebit_serve.cli import main; sys.exit(main())",
-    "serve",
-)
+
+def _serve_command() -> tuple[str, ...]:
+    """Return `1bit serve` of the gate's own interpreter and package, whatever PATH says."""
+    script = Path(sys.executable).with_name("1bit")
+    # `-m` puts the current folder before all packages, so it comes second.
+    program = (str(script),) if script.is_file() else (sys.executable, "-m", "onebit_serve.cli")
+    return (*program, "serve")
+
+
+SERVE = _serve_command()
 
 _READY = re.compile(rb"1bit serve: ready on http://\S*:(\d+)")
 _OK = 200
@@ -176,7 +179,10 @@ class Client:
     async def tokenize(self, text: str) -> tuple[int, ...]:
         """Return the tokens of a text, special ones and the leading one included."""
         body = {"content": text, "add_special": True, "parse_special": True}
-        return tuple((await self.ask("/tokenize", body))["tokens"])
+        found = (await self.ask("/tokenize", body)).get("tokens")
+        if not isinstance(found, list):
+            raise ServerError("POST /tokenize: the answer has no tokens")
+        return tuple(found)
 
     async def prompt(
         self, messages: list[dict[str, str]], template: dict[str, Any]
@@ -185,7 +191,10 @@ class Client:
         body: dict[str, Any] = {"messages": messages}
         if template:
             body["chat_template_kwargs"] = template
-        return await self.tokenize((await self.ask("/apply-template", body))["prompt"])
+        text = (await self.ask("/apply-template", body)).get("prompt")
+        if not isinstance(text, str):
+            raise ServerError("POST /apply-template: the answer has no prompt")
+        return await self.tokenize(text)
 
     async def complete(
         self,
@@ -255,14 +264,12 @@ class Subject(msgspec.Struct, frozen=True):
         path: Its file.
         binary: The llama-server.
         env: The gate's own environment.
-        serve: The command of `1bit serve`.
     """
 
     model: Model
     path: str
     binary: str
     env: dict[str, str]
-    serve: tuple[str, ...] = SERVE
 
     def command(self, *, warm_up: bool = True, extra: Sequence[str] = ()) -> list[str]:
         """Return the command line of a server.
@@ -277,7 +284,7 @@ class Subject(msgspec.Struct, frozen=True):
         if not warm_up:
             arguments.append("--no-warmup")
         passed_on = [*model.args, *extra]
-        return [*self.serve, *arguments, *(("--", *passed_on) if passed_on else ())]
+        return [*SERVE, *arguments, *(("--", *passed_on) if passed_on else ())]
 
     def environment(self, **more: str) -> dict[str, str]:
         """Return the environment of a process of this model."""
