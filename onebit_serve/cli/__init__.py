@@ -21,11 +21,13 @@ __all__ = ["COMMANDS", "Group", "main", "one_bit"]
 COMMANDS: dict[str, str] = {
     "serve": "onebit_serve.cli.serve:serve",
     "check": "onebit_serve.cli.check:check",
+    "status": "onebit_serve.cli.status:command",
+    "logs": "onebit_serve.cli.logs:command",
     "bench-serve": "onebit_serve.cli.bench:command",
 }
 
 # Planned, not there: a name goes when its command comes.
-NOT_YET = ("doctor", "gate", "logs", "route", "status", "top", "warm")
+NOT_YET = ("doctor", "gate", "route", "top", "warm")
 
 _INTERRUPTED = 130
 
