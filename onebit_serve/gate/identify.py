@@ -81,6 +81,15 @@ def _driver() -> str:
     return ", ".join(said)
 
 
+def _cpu_name() -> str:
+    try:
+        said = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return platform.processor()
+    found = re.search(r"^model name\s*: (.+)$", said, re.MULTILINE)
+    return found[1].strip() if found else platform.processor()
+
+
 def identify(model: Model, path: str, binary: str, env: Mapping[str, str], kept: Kept) -> Origin:
     """Return what a result of this model, binary and machine is a result of.
 
@@ -121,7 +130,7 @@ def identify(model: Model, path: str, binary: str, env: Mapping[str, str], kept:
         binary_sha256=binary_hash,
         version=program.version,
         device=model.device,
-        device_name=listed.get(name, platform.processor() if model.device == "cpu" else ""),
+        device_name=_cpu_name() if model.device == "cpu" else listed.get(name, ""),
         driver=_driver(),
         flags=("-c", str(model.ctx_size), *model.args, *set_env),
     )

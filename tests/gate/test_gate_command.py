@@ -93,6 +93,13 @@ def test_a_device_in_use_is_exit_4_and_names_its_user(command, tmp_path):
     assert "1bit bench-serve" in err
 
 
+def wait_for(condition):
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come to that"
+        time.sleep(0.02)
+
+
 def processes_of(word):
     found = []
     for process in psutil.process_iter(["cmdline", "status"]):
@@ -132,7 +139,21 @@ def test_a_killed_gate_leaves_its_results_so_far_and_no_process(command, gate, t
     end(process)
     line = (tmp_path / "report" / "results.jsonl").read_text().splitlines()[0]
     assert json.loads(line)["check"] == "kat"
-    deadline = time.monotonic() + 10
-    while processes_of(binary) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert processes_of(binary) == []
+    wait_for(lambda: processes_of(binary) == [])
+
+
+def test_a_second_interrupt_ends_it_at_once_also_when_a_server_does_not_stop(
+    command, fake_llama, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("FAKE_LLAMA", "term=ignore first=60")
+    link = tmp_path / "llama-server-that-stays"
+    link.symlink_to(fake_llama)
+    process = command("quick", "--check", "warm", binary=str(link))
+    log = tmp_path / "report" / "tiny" / "warm-serve.log"
+    wait_for(lambda: log.exists() and "ready on" in log.read_text())
+    process.send_signal(signal.SIGINT)
+    wait_for(lambda: "stopping" in log.read_text())
+    process.send_signal(signal.SIGINT)
+    code, _, err = end(process)
+    assert code == 130, err
+    wait_for(lambda: processes_of(str(link)) == [])
