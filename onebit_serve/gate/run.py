@@ -116,6 +116,7 @@ class _Gate:
         self._progress = progress
         self._todo = [(model.name, check) for model, checks in order.chosen for check in checks]
         self._all = len(self._todo)
+        self._starts = 0
         self._origins: dict[str, Origin] = {}
         self._done_s: dict[str, float] = {}
         state = state_folder(env)
@@ -268,7 +269,11 @@ class _Gate:
             started = False
             try:
                 async with serving(
-                    nursery, subject.command(), subject.environment(), log, subject.model.limits
+                    nursery,
+                    subject.command(extra=self._child_log(name)),
+                    subject.environment(),
+                    log,
+                    subject.model.limits,
                 ) as client:
                     started = True
                     broken = False
@@ -312,7 +317,11 @@ class _Gate:
         async def some() -> None:
             for _ in range(model.warm.loads):
                 async with serving(
-                    nursery, subject.command(), subject.environment(), log, model.limits
+                    nursery,
+                    subject.command(extra=self._child_log(model.name)),
+                    subject.environment(),
+                    log,
+                    model.limits,
                 ) as client:
                     loads.append(await requests.timed_load(client, model))
 
@@ -321,6 +330,11 @@ class _Gate:
             self._progress(f"gate: {model.name} warm is over its limit, measuring again")
             await some()
         return warm.judge(loads, model.warm.limits)
+
+    def _child_log(self, name: str) -> tuple[str, str]:
+        """Return the options that make a llama-server keep its own log as evidence."""
+        self._starts += 1
+        return "--log-file", str(self._evidence.path(name, f"llama-server-{self._starts}.log"))
 
     def _reference(self, name: str, origin: Origin) -> tuple[Reference | None, str]:
         place = self._order.references / f"{name}.json"

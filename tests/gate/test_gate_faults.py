@@ -215,6 +215,6 @@ async def test_reports_and_evidence_are_on_disk_after_a_run(gate):
         "results.jsonl",
         "tiny",
     }
-    assert {"kat.json", "origin.json", "serve.log"} <= {
+    assert {"kat.json", "origin.json", "serve.log", "llama-server-1.log"} <= {
         p.name for p in (told.folder / "tiny").iterdir()
     }
