@@ -249,6 +249,8 @@ def main() -> None:
     options = parser.parse_args()
     if not options.llama_server:
         parser.error("no llama-server on PATH: name one by --llama-server")
+    # A TERM ends this as Ctrl-C does, so that no server is left behind.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     models = dict(word.split("=", 1) for word in options.models)
     trio.run(functools.partial(MEASURES[options.measure], models, options))
 
