@@ -70,8 +70,8 @@ def test_the_times_measured_on_software_vulkan_give_its_classes():
     assert discovery.found().classes.starts == VULKAN_STARTS
 
 
-# llama-server b10068 on lavapipe, tiny llama, no shader cache, no flash attention, on two cores that
-# others kept busy: seconds of the first, second and third prompt of each length.
+# llama-server b10068 on lavapipe, tiny llama, no shader cache, no flash attention, on two busy
+# cores: seconds of the first, second and third prompt of each length.
 BUSY = """
 1: 0.981 0.076 0.088   2: 0.063 0.055 0.060   3: 21.442 0.052 0.068   4: 13.022 0.041 0.061
 5: 13.963 0.063 0.039  6: 156.36 0.134 0.128  7: 229.564 0.188 0.067  8: 118.384 0.164 0.167
