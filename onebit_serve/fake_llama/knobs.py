@@ -324,19 +324,21 @@ def _pairs(words: Iterable[str], where: str) -> dict[str, str]:
     return pairs
 
 
-def _count_start(file: str) -> int:
+def _count_start(file: str, *, serves: bool) -> int:
     path = Path(file)
     count = int(path.read_text() or 0) if path.exists() else 0
-    path.write_text(str(count + 1))
+    if serves:
+        path.write_text(str(count + 1))
     return count
 
 
-def parse(environment: Mapping[str, str], flags: Iterable[str]) -> Knobs:
+def parse(environment: Mapping[str, str], flags: Iterable[str], *, serves: bool = True) -> Knobs:
     """Read the knobs of this start.
 
     Args:
         environment: Where `FAKE_LLAMA` is looked up.
         flags: The `KEY=VALUE` of each `--fake-KEY`.
+        serves: Whether this start is to serve; one that only prints something is not counted.
 
     Raises:
         KnobError: A key is unknown or a value cannot be read.
@@ -349,7 +351,7 @@ def parse(environment: Mapping[str, str], flags: Iterable[str]) -> Knobs:
     for name in given:
         if name not in KNOBS:
             raise KnobError(f"unknown knob '{name}'; known: {', '.join(KNOBS)}")
-    start = _count_start(given["starts"]) if given.get("starts") else None
+    start = _count_start(given["starts"], serves=serves) if given.get("starts") else None
     knobs = Knobs()
     for name, knob in KNOBS.items():
         value = given.get(name, knob.default)

@@ -24,6 +24,7 @@ DEFAULT_DEVICES = {
     "vulkan": "Vulkan0: llvmpipe (LLVM 15.0.6, 256 bits) (2048 MiB, 2048 MiB free)",
 }
 VERSIONS = {"b10068": "version: 1 (571d0d5)", "0.6.0": "version: 1 (86a2835)"}
+PRINTS = ("usage", "version", "list-devices")
 SHOWN_ENVIRONMENT = ("LLAMA_", "GGML_", "IREE_", "ONEBIT_", "RADV_", "FAKE_LLAMA")
 
 
@@ -32,7 +33,8 @@ def main() -> None:
     environment = dict(os.environ)
     try:
         options = read_options(sys.argv[1:], environment)
-        knobs = parse_knobs(environment, options.knobs)
+        serves = not any(options.on(name) for name in PRINTS)
+        knobs = parse_knobs(environment, options.knobs, serves=serves)
         if knobs.strict and options.unknown:
             raise OptionError(f"error: invalid argument: {options.unknown[0]}\n")
     except OptionError as problem:

@@ -94,6 +94,13 @@ def test_starts_gives_each_start_its_own_value(tmp_path: Path) -> None:
         parse({"FAKE_LLAMA": "load=20|1"}, [])
 
 
+def test_a_start_that_only_prints_is_not_counted(fake_llama: str, tmp_path: Path) -> None:
+    knobs = f"starts={tmp_path / 'n'} version=first|second"
+    for _ in range(2):
+        assert run(fake_llama, "--version", knobs=knobs).stderr.startswith("first\n")
+    assert not (tmp_path / "n").exists()
+
+
 def test_knobs_are_flags_too(fake: Fake) -> None:
     llama = fake("", "--fake-version", "mine", "--fake-text=hello").ready()
     assert llama.complete("x", n_predict=2)["content"] == "hello"
