@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from onebit_serve.core.gate import kld, needle, tokens, warm
+from onebit_serve.core.gate import kld, needle, reuse, tokens, warm
 from onebit_serve.core.gate.config import Model
 from onebit_serve.core.gate.kld import Distribution, Position
 from onebit_serve.core.gate.reference import Floor, Reference
 from onebit_serve.core.gate.tokens import Answer, Token
-from onebit_serve.core.gate.verdict import Finding, failed, not_run, passed
+from onebit_serve.core.gate.verdict import Finding, failed, not_run
 from onebit_serve.gate.serving import Client, ServerError, problem
 
 __all__ = [
@@ -253,32 +253,19 @@ async def check_reuse(client: Client, model: Model) -> tuple[Finding, object]:
             return failed(f"{name}: {said}"), None
     if isinstance(reused, str) or isinstance(anew, str):  # told above; mypy cannot see it
         return failed("no answer"), None
-    evidence = {"shared": shared, "reused": reused, "anew": anew}
-    least = shared - model.reuse.slack_tokens
-    figure = f"{reused.cached} of {shared} tokens reused"
-    limit = f"at least {least}"
-    if reused.cached < least:
-        return failed("the warmed prefix was evaluated again", figure, limit), evidence
-    if not anew.distributions or not reused.distributions:
-        return failed("no token probabilities came back", figure, limit), evidence
-    # From the first different token on the two are about different texts.
-    same = tokens.difference(anew.tokens, reused.tokens)
-    end = len(anew.distributions) if same is None else same + 1
-    pairs = zip(anew.distributions[:end], reused.distributions[:end], strict=False)
-    values = [kld.divergence(a, b) for a, b in pairs]
-    mean, _, largest = kld.statistics(values)
-    figure += f", divergence mean {mean:.2g} max {largest:.2g}"
-    limit += f", mean {model.reuse.limits.mean:g} max {model.reuse.limits.largest:g}"
-    data: dict[str, object] = {"cached": reused.cached, "mean": mean, "largest": largest}
-    undecided = same is None or (
-        same < len(anew.steps) and anew.steps[same].lead < model.kat.min_lead
+    with_prefix, without = (
+        reuse.Said(said.text, said.steps, said.distributions, said.cached)
+        for said in (reused, anew)
     )
-    if mean > model.reuse.limits.mean or largest > model.reuse.limits.largest or not undecided:
-        said = f"{reused.text!r} with the warmed prefix, {anew.text!r} without"
-        return failed(
-            "the warmed prefix changes the answer", figure, limit, detail=said, data=data
-        ), evidence
-    return passed(figure, limit, data=data), evidence
+    finding = reuse.judge(
+        with_prefix,
+        without,
+        shared=shared,
+        slack=model.reuse.slack_tokens,
+        limits=model.reuse.limits,
+        min_lead=model.kat.min_lead,
+    )
+    return finding, {"shared": shared, "reused": reused, "anew": anew}
 
 
 async def timed_load(client: Client, model: Model) -> warm.Load:
@@ -289,6 +276,9 @@ async def timed_load(client: Client, model: Model) -> warm.Load:
     """
     timings: list[warm.Timing] = []
     filler = await client.tokenize(_LETTERS * (1 + model.warm.prompt_tokens // 8))
+    longest = model.warm.prompt_tokens + 3 * (model.warm.requests - 1)
+    if len(filler) < longest:
+        raise ServerError(f"the prompt text is {len(filler)} tokens long, {longest} are needed")
     for number in range(model.warm.requests):
         # Another start for each, so that no cached prefix helps; the same length, so that each
         # is of the same shape.

@@ -14,7 +14,7 @@ import msgspec
 import tomli
 
 from onebit_serve.core.errors import ConfigError, UsageError
-from onebit_serve.core.gate import kld, needle, placement, verdict, warm
+from onebit_serve.core.gate import kld, needle, placement, reuse, verdict, warm
 
 __all__ = [
     "Gate",
@@ -204,7 +204,7 @@ class Reuse(_Table, frozen=True):
     prefix_tokens: int = 400
     reply_tokens: int = 8
     slack_tokens: int = 16
-    limits: kld.Limits = kld.Limits(mean=0.02, p99=0.2, largest=0.5, top1=0.0)
+    limits: reuse.Limits = reuse.Limits()
 
 
 class Limits(_Table, frozen=True):
