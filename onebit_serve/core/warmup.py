@@ -24,6 +24,7 @@ __all__ = [
     "prompt_ids",
     "prompt_tokens_that_fit",
     "rerank_request",
+    "rerank_words_that_fit",
 ]
 
 SEED_TEXT = (
@@ -31,6 +32,7 @@ SEED_TEXT = (
     "set in rows, the clock is wound, and somebody reads the first page aloud so that the voice "
     "is warm when it counts. Nothing of this is kept; all of it is done again tomorrow.\n"
 )
+_RERANK_OVERHEAD_WORDS = 16  # the query, what separates it, and words longer than the average
 _CONTEXT_RESERVE_TOKENS = 2  # n_ctx - 1 tokens pass, n_ctx do not (llama-server, measured)
 
 
@@ -104,6 +106,17 @@ def chat_request(plan: BackendPlan) -> dict[str, Any]:
 def embedding_request(ids: list[int]) -> dict[str, Any]:
     """Return the body for `/v1/embeddings`."""
     return {"input": ids}
+
+
+def rerank_words_that_fit(tokens: int, seed_tokens: int) -> int:
+    """Return how many words of a document make a rerank prompt of about so many tokens, not more.
+
+    Args:
+        tokens: Tokens of the prompt at most; the query and the tokens between the parts count.
+        seed_tokens: What the backend's tokenizer makes of `SEED_TEXT`.
+    """
+    tokens_a_word = max(1.0, seed_tokens / len(SEED_TEXT.split()))
+    return max(1, int(tokens / tokens_a_word) - _RERANK_OVERHEAD_WORDS)
 
 
 def rerank_request(words: int) -> dict[str, Any]:

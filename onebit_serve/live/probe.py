@@ -121,14 +121,15 @@ async def _request(plan: BackendPlan, port: int, key: str) -> tuple[str, dict[st
     context = await _context_tokens(port, key)
     decode = min(wanted.decode_tokens, max(1, (context or 1 << 30) // 4))
     tokens = warmup.prompt_tokens_that_fit(wanted.prompt_tokens, decode, context)
-    if plan.role == "rerank":
-        return "/v1/rerank", warmup.rerank_request(max(1, tokens // 2))
     text = {"content": warmup.SEED_TEXT, "add_special": False}
     seed = await _json(port, key, "POST", "/tokenize", text)
     try:
         ids = warmup.prompt_ids(seed["tokens"], tokens)
     except (KeyError, TypeError, ValueError) as error:
         raise _WarmUpFailedError(f"/tokenize gave no token ids ({error})") from None
+    if plan.role == "rerank":
+        words = warmup.rerank_words_that_fit(tokens, len(seed["tokens"]))
+        return "/v1/rerank", warmup.rerank_request(words)
     if plan.role == "embedding":
         return "/v1/embeddings", warmup.embedding_request(ids)
     return "/completion", warmup.completion_request(ids, decode)

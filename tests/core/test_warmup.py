@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from onebit_serve.core.plan import BackendPlan, WarmUp
 from onebit_serve.core.warmup import (
+    SEED_TEXT,
     chat_request,
     completion_request,
     embedding_request,
@@ -13,6 +14,7 @@ from onebit_serve.core.warmup import (
     prompt_ids,
     prompt_tokens_that_fit,
     rerank_request,
+    rerank_words_that_fit,
 )
 
 
@@ -75,6 +77,15 @@ def test_an_embedding_is_asked_for_by_token_ids_and_a_rank_by_words():
     body = rerank_request(90)
     assert len(body["documents"]) == 1
     assert len(body["documents"][0].split()) == 90
+
+
+@pytest.mark.parametrize(
+    ("tokens", "seed_tokens", "words"),
+    [(465, 52, 449), (465, 156, 139), (465, 1, 449), (20, 156, 1), (1, 52, 1)],
+)
+def test_a_rank_is_asked_for_in_as_many_words_as_its_tokens_allow(tokens, seed_tokens, words):
+    assert len(SEED_TEXT.split()) == 52
+    assert rerank_words_that_fit(tokens, seed_tokens) == words
 
 
 @pytest.mark.parametrize(
