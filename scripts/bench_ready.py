@@ -7,12 +7,12 @@
 The backend is the fake, with the costs of AMD's HRX at a hundredth of their time. It notes when it
 was loaded and how long the warm-up request took in it, by the clock of this machine.
 
-Ready: possible is the moment the backend was loaded plus the time its warm-up took in it. The lag
-is the first 200 of our `/health` minus that. It has three parts: until the warm-up reached the
-backend (the load was noticed, the backend's facts were asked for), the warm-up's way there and
-back, and until the front door said 200. A client asks `/health` each millisecond on one kept
-connection, from the moment the backend says that it is loaded; a 200 before the warm-up's end is
-an error.
+Ready: possible is the moment the backend was loaded plus the time its warm-up took in it, from the
+request's arrival to its last event. The lag is the first 200 of our `/health` minus that. It has two
+parts: until the warm-up reached the backend (the load was noticed, the backend's facts were asked
+for), and from its last event until the front door said 200. A client asks `/health` each millisecond
+on one kept connection, from the moment the backend says that it is loaded; a 200 sooner than the
+warm-up's own costs allow is an error.
 
 Spawn: a shell script notes the time as its first act and then becomes the fake. What is measured
 is from just before `1bit serve` is started to that note, so it includes the start of Python, of
@@ -66,6 +66,7 @@ LOADS_S = (0.3, 10.0)
 LAG_MS, SPAWN_MS = 25.0, 200.0
 LIMIT_S = 60.0
 POLL_S = 0.001
+SCALE = 0.01  # seconds of the fake for each second of HRX
 OK, LOADING = 200, 503
 SCRIPT = """\
 #!/bin/sh
@@ -81,11 +82,11 @@ class Start(msgspec.Struct, frozen=True):
         load_s: How long the fake loads, in seconds.
         number: Its place among those, from 1.
         spawn_ms: From the command to the first act of the backend.
-        warm_up_ms: How long the warm-up took in the backend.
+        warm_up_ms: From the warm-up's arrival in the backend to its last event.
         lag_ms: From possible to the front door's 200.
         noticed_ms: From loaded to the warm-up's arrival in the backend.
-        way_ms: What the warm-up took from arrival to the end, beyond its time in the backend.
-        told_ms: From the end of the warm-up in the backend to the front door's 200.
+        told_ms: From the warm-up's last event to the front door's 200; the backend notes that event
+            when it has sent it, so this can be a little less than nothing.
     """
 
     load_s: float
@@ -94,7 +95,6 @@ class Start(msgspec.Struct, frozen=True):
     warm_up_ms: float
     lag_ms: float
     noticed_ms: float
-    way_ms: float
     told_ms: float
 
 
@@ -118,32 +118,33 @@ def read_start(
         ready_s: When the front door's first 200 was received.
 
     Raises:
-        OnebitError: The record lacks something, or ready was said before the warm-up's end.
+        OnebitError: The record lacks something, or ready was said too soon.
     """
     loaded = [e["time"] for e in events if e["event"] == "loaded"]
     sent = [e["time"] for e in events if e["event"] == "request" and e.get("work") == 1]
     done = [e for e in events if e["event"] == "reply" and e.get("work") == 1]
     if not (loaded and sent and done):
         raise OnebitError(f"the record of start {number} has no load or no warm-up")
-    ended_s, warm_up_s = done[0]["time"], done[0]["seconds"]
-    if ready_s < ended_s:
-        early_ms = 1000 * (ended_s - ready_s)
-        raise OnebitError(f"ready {early_ms:.1f} ms before the end of the warm-up")
+    timings = done[0]["timings"]
+    arrived_s, ended_s = sent[0], done[0]["last_event"]
+    costs_s = SCALE * (timings["prompt_ms"] + timings["predicted_ms"]) / 1000
+    if ready_s < arrived_s + costs_s:
+        early_ms = 1000 * (arrived_s + costs_s - ready_s)
+        raise OnebitError(f"ready {early_ms:.1f} ms before the warm-up can have ended")
     return Start(
         load_s=load_s,
         number=number,
         spawn_ms=1000 * (spawned_s - began_s),
-        warm_up_ms=1000 * warm_up_s,
-        lag_ms=1000 * (ready_s - loaded[0] - warm_up_s),
-        noticed_ms=1000 * (sent[0] - loaded[0]),
-        way_ms=1000 * (ended_s - sent[0] - warm_up_s),
+        warm_up_ms=1000 * (ended_s - arrived_s),
+        lag_ms=1000 * (ready_s - loaded[0] - (ended_s - arrived_s)),
+        noticed_ms=1000 * (arrived_s - loaded[0]),
         told_ms=1000 * (ready_s - ended_s),
     )
 
 
 def tables(starts: Sequence[Start]) -> list[Table]:
     """Return the two tables."""
-    parts = ("lag_ms", "noticed_ms", "way_ms", "told_ms", "warm_up_ms")
+    parts = ("lag_ms", "noticed_ms", "told_ms", "warm_up_ms")
     rows, spawns = [], []
     for load_s in sorted({s.load_s for s in starts}):
         mine = [s for s in starts if s.load_s == load_s]
@@ -156,7 +157,7 @@ def tables(starts: Sequence[Start]) -> list[Table]:
     lag = Table(
         "Ready against possible",
         (
-            *("load, s", "starts", "lag, ms", "noticed, ms", "way, ms", "told, ms"),
+            *("load, s", "starts", "lag, ms", "noticed, ms", "told, ms"),
             "warm-up in the backend, ms",
         ),
         tuple(rows),
@@ -213,7 +214,7 @@ async def one_start(flags: Sequence[str], load_s: float, number: int, place: Pat
     for file in (notes, spawned):
         file.unlink(missing_ok=True)
     port = free_port()
-    knobs = f"model=hrx load={load_s} rec={shlex.quote(str(notes))}"
+    knobs = f"model=hrx scale={SCALE} load={load_s} rec={shlex.quote(str(notes))}"
     variables = environment(place, FAKE_LLAMA=knobs)
     server = Server([program("1bit"), "serve", *flags, "-p", str(port)], variables)
     seen: list[float | OnebitError] = []
