@@ -8,11 +8,11 @@ The backend is the fake, with the costs of AMD's HRX at a hundredth of their tim
 was loaded and how long the warm-up request took in it, by the clock of this machine.
 
 Ready: possible is the moment the backend was loaded plus the time its warm-up took in it, from the
-request's arrival to its last event. The lag is the first 200 of our `/health` minus that. It has two
-parts: until the warm-up reached the backend (the load was noticed, the backend's facts were asked
-for), and from its last event until the front door said 200. A client asks `/health` each millisecond
-on one kept connection, from the moment the backend says that it is loaded; a 200 sooner than the
-warm-up's own costs allow is an error.
+request's arrival to its last event. The lag is the first 200 of our `/health` minus that. It has
+two parts: until the warm-up reached the backend (the load was noticed, the backend's facts were
+asked for), and from its last event until the front door said 200. A client asks `/health` each
+millisecond on one kept connection, from the moment the backend says that it is loaded; a 200 sooner
+than the warm-up's own costs allow is an error.
 
 Spawn: a shell script notes the time as its first act and then becomes the fake. What is measured
 is from just before `1bit serve` is started to that note, so it includes the start of Python, of
