@@ -222,11 +222,7 @@ class Backend:
 
     def grant(self) -> Lease | None:
         """Return a lease where a request may go at once, without a look at anything else."""
-        if self._life.state is State.READY and not self._line and self._episode:
-            most = self.plan.limits.max_in_flight
-            if not most or len(self._leases) < most:
-                return self._lease(self._episode)
-        return None
+        return None if self._line else self._free_lease()
 
     async def admit(self, park_s: float) -> Lease:
         """Return the right to send a request, after a wait in line where it takes one.
@@ -266,6 +262,18 @@ class Backend:
         waited_s = time.monotonic() - began_s
         raise RefusedError(waiter.refusal or admit.parked_too_long(self.view(), waited_s))
 
+    def _free_lease(self) -> Lease | None:
+        """Return a lease where the child of the moment can take a request.
+
+        One that is gone already, while the news of it are still on their way, cannot.
+        """
+        episode, most = self._episode, self.plan.limits.max_in_flight
+        if self._life.state is not State.READY or episode is None or episode.leaving.is_set():
+            return None
+        if most and len(self._leases) >= most:
+            return None
+        return self._lease(episode)
+
     def _lease(self, episode: Episode) -> Lease:
         lease = Lease(self, episode)
         self._leases.add(lease)
@@ -281,15 +289,9 @@ class Backend:
                 waiter = self._line.popleft()
                 waiter.refusal = refusal
                 waiter.moved.set()
-        most = self.plan.limits.max_in_flight
-        while (
-            self._line
-            and self._life.state is State.READY
-            and self._episode
-            and (not most or len(self._leases) < most)
-        ):
+        while self._line and (lease := self._free_lease()):
             waiter = self._line.popleft()
-            waiter.lease = self._lease(self._episode)
+            waiter.lease = lease
             waiter.moved.set()
 
     def _post(self, event: machine.Event, number: int) -> None:
