@@ -105,7 +105,7 @@ def handler(port, fault, argument, child):  # noqa: C901 - one branch a fault
                     message = request["messages"][-1]
                     message["content"] = forget_middle(message["content"])
                     body = json.dumps(request).encode()
-            status, data = send(port, self.command, self.path, body)
+            status, data = send(port, self.command, self.path, body, self.headers)
             if status == 200 and self.path.startswith("/completion"):
                 reply = json.loads(data)
                 timings = reply.get("timings", {})
@@ -123,12 +123,15 @@ def handler(port, fault, argument, child):  # noqa: C901 - one branch a fault
     return Handler
 
 
-def send(port, method, path, body):
+def send(port, method, path, body, headers):
     request = urllib.request.Request(
         f"http://127.0.0.1:{port}{path}",
         data=body if method == "POST" else None,
         method=method,
-        headers={"Content-Type": "application/json"},
+        headers={
+            "Content-Type": "application/json",
+            "Authorization": headers.get("Authorization", ""),  # `1bit serve` gives a key
+        },
     )
     try:
         with urllib.request.urlopen(request, timeout=300) as reply:

@@ -29,9 +29,10 @@ def command(gate, tmp_path, monkeypatch):
     config = tmp_path / "gate.toml"
     config.write_text(gate.text)
     report = tmp_path / "report"
+    started = []
 
     def start(*arguments, binary=""):
-        return subprocess.Popen(
+        process = subprocess.Popen(
             [
                 *COMMAND,
                 *("--config", str(config), "--profile", "tiny", "--report", str(report)),
@@ -41,8 +42,13 @@ def command(gate, tmp_path, monkeypatch):
             stderr=subprocess.PIPE,
             text=True,
         )
+        started.append(process)
+        return process
 
-    return start
+    yield start
+    for process in started:  # where the test ended before they did
+        process.kill()
+        process.communicate()
 
 
 def end(process):
