@@ -35,6 +35,7 @@ _IDLE_LOOK_S = 15.0
 _BUSY_LOOK_S = 5.0
 _CAUSE_LINES = 3
 _HINT_AFTER_S = 30.0
+_EXIT_NOTICE_S = 0.5  # an exit is told when the output is drained, a tenth of a second at most
 
 Work = tuple[int, ...] | None
 
@@ -246,7 +247,7 @@ class Episode:
         self.warm_up = result
         if result.failure:
             # a child that is dying takes its answers with it: let its exit be heard first
-            await trio.sleep(_POLL_S)
+            await trio.sleep(_EXIT_NOTICE_S)
             return f"the warm-up failed: {result.failure}"
         self._log.say(
             f"warm-up request on port {self.port} took {result.took_ms:.0f} ms",
