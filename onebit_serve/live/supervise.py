@@ -224,11 +224,12 @@ class Backend:
         """Return a lease where a request may go at once, without a look at anything else."""
         return None if self._line else self._free_lease()
 
-    async def admit(self, park_s: float) -> Lease:
+    async def admit(self, park_s: float, *, again: bool = False) -> Lease:
         """Return the right to send a request, after a wait in line where it takes one.
 
         Args:
             park_s: Seconds to wait at most.
+            again: It was let in once and its child died: it goes first, and no full line stops it.
 
         Raises:
             RefusedError: The request cannot go there, now or in time.
@@ -237,13 +238,17 @@ class Backend:
         if lease is not None:
             return lease
         first_start = not self.plan.lazy and not self._was_ready
+        waiting = 0 if again else len(self._line)
         verdict = admit.decide(
-            self.view(), self.plan.limits, waiting=len(self._line), first_start=first_start
+            self.view(), self.plan.limits, waiting=waiting, first_start=first_start
         )
         if isinstance(verdict, Refusal):
             raise RefusedError(verdict)
         waiter = _Waiter()
-        self._line.append(waiter)
+        if again:
+            self._line.appendleft(waiter)
+        else:
+            self._line.append(waiter)
         if verdict is Verdict.START_AND_WAIT:
             self.want()
         began_s = time.monotonic()
