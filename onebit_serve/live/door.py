@@ -242,7 +242,9 @@ class Door:
         name, reason = backend.plan.name, ""
         for attempt in range(1, _SENT_AT_MOST + 1):
             try:
-                lease = backend.grant() or await backend.admit(self._park_s)
+                lease = backend.grant() or await backend.admit(
+                    self._park_s, again=attempt > 1
+                )
             except RefusedError as error:
                 refusal = error.refusal
                 if reason:
