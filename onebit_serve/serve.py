@@ -24,9 +24,13 @@ import trio
 from onebit_serve import __version__
 from onebit_serve.core.errors import PortTakenError, UsageError
 from onebit_serve.core.plan import Limits, Plan
+from onebit_serve.live import leftovers
+from onebit_serve.live.desk import Desk
 from onebit_serve.live.door import Door
+from onebit_serve.live.doorkeeper import rules
 from onebit_serve.live.house import House
 from onebit_serve.live.log import Log
+from onebit_serve.live.notify import Notifier
 from onebit_serve.live.orders import Orders
 from onebit_serve.live.reaper import reap_strangers
 
@@ -116,6 +120,10 @@ class _Serve:
         self._listener = listener
         self._log = log
         self._exit_code = 0
+        self._rules, warning = rules(plan.server, os.environ)
+        if warning:
+            log.warning(warning)
+        self._notifier = Notifier.take(os.environ)
 
     async def run(self) -> int:
         """Run until stopped; return the exit code."""
@@ -127,9 +135,17 @@ class _Serve:
                 if os.getpid() == 1:
                     nursery.start_soon(reap_strangers, house.pids)
                 orders = Orders(house, self._replan, self._log)
+                server = self._plan.server
                 door = Door(
-                    self._listener, self._plan.server, house, orders, self._log, __version__
+                    self._listener,
+                    server.max_body_bytes,
+                    lambda inside: Desk(
+                        house, orders, self._rules, server, self._log, __version__, inside
+                    ),
+                    self._log,
                 )
+                nursery.start_soon(self._notifier.run)
+                nursery.start_soon(self._tell_leftovers)
                 async with trio.open_nursery() as front:
                     front.start_soon(door.run)
                     front.start_soon(self._say_when_ready, house, front.cancel_scope)
@@ -149,6 +165,7 @@ class _Serve:
         failed = await house.wait_started()
         if failed is None:
             self._log.say(f"ready on {self._url()}", url=self._url())
+            self._notifier.ready(f"ready on {self._url()}")
             if all(backend.restart for backend in self._limits()):
                 return
             failed = await house.wait_failed()
@@ -168,10 +185,21 @@ class _Serve:
     ) -> None:
         async for number in signals:
             if number == signal.SIGHUP:
-                nursery.start_soon(orders.reload)
+                nursery.start_soon(self._reload, orders)
                 continue
             self._log.say("stopping")
+            self._notifier.stopping()
             return
+
+    async def _reload(self, orders: Orders) -> None:
+        self._notifier.reloading()
+        await orders.reload()
+        self._notifier.ready()
+
+    async def _tell_leftovers(self) -> None:
+        """Say which processes of an earlier life still run; it is for a person to end them."""
+        for leftover in await trio.to_thread.run_sync(leftovers.find):
+            self._log.warning(str(leftover), pid=leftover.pid)
 
     async def _stop(self, house: House, door: Door) -> None:
         left = await door.drain(self._plan.server.drain_s or math.inf)

@@ -214,7 +214,7 @@ def test_check_says_what_was_found_and_gives_the_port_back(place, served, capsys
         ("serve -m m.gguf --mtp-p-min 2", ("--mtp-p-min is 2", "")),
         ("serve -m m.gguf --alias=", ("--alias is '', wanted a text", "")),
         ("serve -m m.gguf --log-format x", ("--log-format is 'x', wanted plain or json", "")),
-        ("serve -m m.gguf --host 0.0.0.0", ("not yet", "127.0.0.1")),
+        ("serve -m m.gguf --host 0.0.0.0", ("there is no API key", "--allow-remote")),
         ("serve -m m.gguf --laya", ("--laya is not yet supported", "")),
         ("serve -m m.gguf --api-key k", ("--api-key cannot be used", "")),
         ("serve -m m.gguf -- --port 1", ("--port cannot be given", "before `--`")),

@@ -10,16 +10,15 @@ import http.client
 import json
 import ssl
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import click
 import msgspec
 
-from onebit_serve.core import access
 from onebit_serve.core.config import Config, with_environment
 from onebit_serve.core.errors import OnebitError, UsageError
+from onebit_serve.live.doorkeeper import read_keys
 
 __all__ = ["Asked", "Door", "UnreachableError", "find", "server_options"]
 
@@ -165,7 +164,8 @@ def find(
         settings = read_config(config)
     server = with_environment(settings, environment).server
     named = url or environment.get("ONEBIT_URL")
-    key = _key(api_key_file or server.api_key_file, environment)
+    keys, _ = read_keys(api_key_file or server.api_key_file, environment)
+    key = keys[0] if keys else ""
     if named:
         return Door(_checked(named), key)
     host = _ANYWHERE.get(server.host.strip("[]"), server.host.strip("[]"))
@@ -187,18 +187,3 @@ def _checked(url: str) -> str:
     if not fine:
         raise UsageError(f"{url} is no URL of a server", hint="write it as http://127.0.0.1:8000")
     return f"{parts.scheme}://{parts.netloc}"
-
-
-def _key(path: str | None, environment: Mapping[str, str]) -> str:
-    said = environment.get(access.KEYS_VARIABLE)
-    if path is not None:
-        try:
-            return access.parse_keys(Path(path).read_text(), path)[0]
-        except (OSError, UnicodeDecodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "it is no UTF-8 text"
-            raise UsageError(
-                f"cannot read the API keys in {path}: {reason}", hint="check the path and its mode"
-            ) from None
-    if said:
-        return access.parse_keys(said.replace(",", "\n"), access.KEYS_VARIABLE)[0]
-    return ""

@@ -135,6 +135,19 @@ FLAGS: tuple[Flag, ...] = (
         help="Address to listen on, default 127.0.0.1.",
     ),
     Flag(
+        "--api-key-file",
+        key="server.api_key_file",
+        group=_DOOR,
+        metavar="FILE",
+        help="API keys, one a line; without it $ONEBIT_API_KEY, or no key is needed.",
+    ),
+    Flag(
+        "--allow-remote",
+        key="server.allow_remote",
+        group=_DOOR,
+        help="Let other machines in without an API key.",
+    ),
+    Flag(
         "--mtp",
         key="backend.mtp",
         group=_SPEED,

@@ -14,7 +14,7 @@ from onebit_serve.core.config import Backend, Config
 from onebit_serve.core.errors import ConfigError, UsageError
 from onebit_serve.core.facts import BinaryFacts
 from onebit_serve.core.plan import Found
-from onebit_serve.live import machine
+from onebit_serve.live import doorkeeper, machine
 
 __all__ = ["Prepared", "prepare", "read_config"]
 
@@ -72,6 +72,7 @@ def prepare(words: Sequence[str], environment: Mapping[str, str]) -> Prepared:
         backend = msgspec.structs.replace(one.backend, args=args)
         config = msgspec.structs.replace(config, backend=backend)
         found = (msgspec.structs.replace(one, backend=backend),)
+    doorkeeper.rules(config.server, environment)  # before anything is bound or spawned
     decided = plan.make(config, found, environment=environment, embedded=request.embedded)
     return Prepared(request=request, config=config, found=found, plan=decided)
 

@@ -213,11 +213,17 @@ class Log(msgspec.Struct, frozen=True):
         format: Lines to read, or one JSON object a line.
         level: The least important line that is said.
         file: A file that gets the same lines.
+        backends_dir: Folder that gets what each backend prints, as `NAME.log`.
+        max_bytes: Size in bytes at which a file turns over; 0 is never.
+        keep: How many full files are kept of each.
     """
 
     format: Literal["plain", "json"] = "plain"
     level: Literal["debug", "info", "warning", "error"] = "info"
     file: Text | None = None
+    backends_dir: Text | None = None
+    max_bytes: Bytes = 10 * 1024 * 1024
+    keep: Count = 3
 
 
 class Config(msgspec.Struct, frozen=True):
@@ -235,10 +241,13 @@ class Config(msgspec.Struct, frozen=True):
 # `ONEBIT_*` variables that are no keys: ours, and those that backends read.
 OTHER_VARIABLES = frozenset(
     {
+        "ONEBIT_API_KEY",
         "ONEBIT_LLAMA_SERVER",
         "ONEBIT_NO_WARMUP",
         "ONEBIT_PREFILL_DEVICE",
         "ONEBIT_PREFILL_MIN_TOKENS",
+        "ONEBIT_SUPERVISOR",
+        "ONEBIT_URL",
     }
 )
 

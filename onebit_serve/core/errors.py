@@ -2,12 +2,12 @@
 
     OnebitError              exit 1
     +-- UsageError           exit 2   flags, files, configuration
-    |   +-- ConfigError               the configuration file or a variable that stands for a key of it
+    |   +-- ConfigError               the configuration file, or a variable for a key of it
     +-- PortTakenError       exit 3   the front door's port belongs to somebody else
     +-- NotRunError          exit 4   something asked for could not be run (gate)
     +-- BackendError         exit 1   a backend failed in a way that ends the process
 
-What a client of the front door is told is not here but in `wire.Refusal`: an HTTP answer is a value.
+What a client of the front door is told is `wire.Refusal`: an HTTP answer is a value.
 """
 
 from __future__ import annotations

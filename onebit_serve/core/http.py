@@ -384,8 +384,8 @@ def response_head(raw: bytes) -> ResponseHead:
             chunked = b"chunked" in value.lower()
         elif name == b"content-type":
             event_stream = value.lstrip().startswith(b"text/event-stream")
-        elif name in _HOP_BY_HOP:
-            continue
+        elif name in _HOP_BY_HOP or name.startswith(b"access-control-"):
+            continue  # a llama-server echoes any origin; which may read is the door's to say
         kept.append(field)
     if event_stream:
         kept.append(b"X-Accel-Buffering: no")  # nginx in front of us passes each event on

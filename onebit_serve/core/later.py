@@ -23,13 +23,7 @@ class Later(msgspec.Struct, frozen=True):
 
 # Delete a row when its feature is there; flags, keys and variables work from then on.
 NOT_YET: tuple[Later, ...] = (
-    Later(
-        ("server.api_key_file",), {"--api-key-file": 1}, "only this machine can reach the server"
-    ),
-    Later(("server.allow_remote",), {"--allow-remote": 0}, "listen on 127.0.0.1"),
-    Later(("server.allowed_hosts", "server.allowed_origins")),
     Later(("backend.idle_s", "backend.pin")),
-    Later(("backend.allow_cpu_fallback",)),
     Later(("warmup.budget_s", "warmup.idle", "warmup.idle_max_ms")),
     Later(
         ("warm_prompts.file", "warm_prompts.concurrency", "warm_prompts.save"),

@@ -33,6 +33,7 @@ Invariants:
 from __future__ import annotations
 
 import enum
+
 import msgspec
 
 __all__ = [

@@ -6,8 +6,9 @@ The weights are as large as the file. The KV cache of plain attention is
 
 (llama.cpp, 2 bytes for f16). Models with a sliding window or a recurrent state keep less, so what
 is said of the cache is "at most", and it only ever warns: llama-server makes the context smaller by
-itself where it was not given (`-fit`). Weights that are larger than the whole memory are refused.
-What is not known is not judged.
+itself where it was not given (`-fit`). Weights larger than the whole memory of a device are
+refused; those larger than the machine's are too where they are not mapped from their file, which
+llama-server does by default. What is not known is not judged.
 """
 
 from __future__ import annotations
@@ -16,9 +17,12 @@ from typing import Literal
 
 import msgspec
 
+from onebit_serve.core import options
 from onebit_serve.core.facts import Device, ModelFacts
+from onebit_serve.core.placement import wanted
+from onebit_serve.core.plan import BackendPlan
 
-__all__ = ["Fit", "Memory", "Need", "judge", "memory_of", "need"]
+__all__ = ["Fit", "Memory", "Need", "check", "judge", "memory_of", "need"]
 
 # Bytes of an element of the cache by llama-server's `--cache-type-k` word; a block of 32 has a
 # scale of 2 bytes (ggml's quantised types).
@@ -33,6 +37,8 @@ _ELEMENT_BYTES = {
     "q4_0": 18 / 32,
     "iq4_nl": 18 / 32,
 }
+# Options that leave a part of the weights off the device.
+_SPLITS = ("-ot", "--override-tensor", "-cmoe", "--cpu-moe", "-ncmoe", "--n-cpu-moe", "-sm", "-ts")
 _MIB = 1 << 20
 _GIB = 1 << 30
 
@@ -59,11 +65,13 @@ class Memory(msgspec.Struct, frozen=True):
         where: Its name, for messages: `this machine`, `Vulkan0`.
         total_bytes: All of it; `None` where unknown.
         free_bytes: What is free now; `None` where unknown.
+        mapped: Weights are mapped from their file, so that more of them than fit only get slow.
     """
 
     where: str
     total_bytes: int | None = None
     free_bytes: int | None = None
+    mapped: bool = False
 
 
 class Fit(msgspec.Struct, frozen=True):
@@ -76,6 +84,49 @@ class Fit(msgspec.Struct, frozen=True):
 
     word: Word
     message: str = ""
+
+
+def check(
+    backend: BackendPlan,
+    model: ModelFacts | None,
+    listed: tuple[Device, ...],
+    *,
+    machine_total_bytes: int | None,
+    machine_free_bytes: int | None,
+) -> Fit:
+    """Judge one backend before it is started.
+
+    Where only a part of the model goes to the device by the user's own options, and for programs
+    other than llama-server, nothing is known.
+
+    Args:
+        backend: What will run.
+        model: Its facts; `None` for a model that is no file.
+        listed: The devices that its program lists.
+        machine_total_bytes: The machine's memory.
+        machine_free_bytes: What of it is available.
+    """
+    words = backend.arguments
+    device, all_layers = wanted(words)
+    on_cpu = device.lower() == "none"
+    in_part = not on_cpu and (not all_layers or any(options.given(words, o) for o in _SPLITS))
+    if model is None or backend.kind != "llama-server" or in_part:
+        return Fit("unknown")
+    context = options.value(words, "-c", "--ctx-size") or ""
+    asked = need(
+        model,
+        ctx_tokens=int(context) if context.isdigit() else 0,
+        key_type=options.value(words, "-ctk", "--cache-type-k") or "f16",
+        value_type=options.value(words, "-ctv", "--cache-type-v") or "f16",
+    )
+    memory = memory_of(
+        device,
+        listed,
+        machine_total_bytes=machine_total_bytes,
+        machine_free_bytes=machine_free_bytes,
+    )
+    mapped = on_cpu and not any(options.given(words, o) for o in ("--no-mmap", "--mlock"))
+    return judge(asked, msgspec.structs.replace(memory, mapped=mapped), backend.served_id)
 
 
 def need(
@@ -135,7 +186,7 @@ def judge(wanted: Need, memory: Memory, name: str) -> Fit:
         name: The model, for the message.
     """
     weights, total, free = wanted.weights_bytes, memory.total_bytes, memory.free_bytes
-    if total is not None and weights > total:
+    if total is not None and weights > total and not memory.mapped:
         return Fit(
             "too_large",
             f"{name} cannot fit: its weights need {_size(weights)}, {memory.where} has "

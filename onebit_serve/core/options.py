@@ -22,6 +22,7 @@ __all__ = [
     "check_extra",
     "given",
     "split",
+    "value",
     "variables_of",
 ]
 
@@ -72,6 +73,7 @@ SHARED: tuple[Shared, ...] = (
 # What would put the child where we do not look for it, or keep it from answering us.
 ALWAYS_UNSET: tuple[str, ...] = (
     "LLAMA_API_KEY",
+    "ONEBIT_API_KEY",
     "LLAMA_ARG_API_KEY_FILE",
     "LLAMA_ARG_API_PREFIX",
     "LLAMA_ARG_SSL_KEY_FILE",
@@ -233,6 +235,21 @@ def given(words: Iterable[str], option: str) -> bool:
     """Say whether a command line gives an option, in any of its spellings."""
     names = next((row.spellings for row in SHARED if option in row.spellings), (option,))
     return any(word.partition("=")[0] in names for word in words)
+
+
+def value(words: Sequence[str], *spellings: str) -> str | None:
+    """Return the value that a command line gives an option; the last one counts, as for the child.
+
+    Args:
+        words: The command line.
+        spellings: All names of the option.
+    """
+    found = None
+    for number, word in enumerate(words):
+        name, equals, said = word.partition("=")
+        if name in spellings:
+            found = said if equals else next(iter(words[number + 1 : number + 2]), None)
+    return found
 
 
 def variables_of(words: Iterable[str]) -> tuple[str, ...]:

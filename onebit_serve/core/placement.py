@@ -13,12 +13,14 @@ llama-server prints these lines from `-lv 4` on; at its default level nothing is
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import msgspec
 
-__all__ = ["LOG_LEVEL", "Placement", "judge", "tells"]
+from onebit_serve.core import options
+
+__all__ = ["LOG_LEVEL", "Placement", "judge", "tells", "wanted"]
 
 # The least `-lv` at which llama-server b10068 prints where the weights are.
 LOG_LEVEL = 4
@@ -27,6 +29,8 @@ _BUFFER = re.compile(r"(\S+) model buffer size\s*=\s*([\d.]+) MiB")
 _LAYERS = re.compile(r"offloaded (\d+)/(\d+) layers to GPU")
 # Buffer types of a device beside its own: Vulkan0 -> Vulkan0_Mapped, ROCm0 -> ROCm0_Split.
 _OF_A_DEVICE = re.compile(r"(.+?)(?:_(?:Mapped|Split|Private|REPACK))?")
+
+_ALL_LAYERS = 99  # what people write for all of them
 
 Word = Literal["ok", "fallback", "unknown"]
 
@@ -45,6 +49,20 @@ class Placement(msgspec.Struct, frozen=True):
     sizes_mib: dict[str, float] = {}
 
 
+def wanted(arguments: Sequence[str]) -> tuple[str, bool]:
+    """Return what a llama-server's command line asks for: the device, and whether all layers.
+
+    Args:
+        arguments: The command line.
+
+    Returns:
+        What `judge` takes. Without a number of layers, or with a small one, nothing is promised.
+    """
+    device = options.value(arguments, "-dev", "--device") or ""
+    layers = options.value(arguments, "-ngl", "--gpu-layers", "--n-gpu-layers") or ""
+    return device, layers == "all" or (layers.isdigit() and int(layers) >= _ALL_LAYERS)
+
+
 def tells(line: str) -> bool:
     """Say whether a line of the log has a part in the verdict; the rest need not be kept."""
     return "model buffer size" in line or "layers to GPU" in line
@@ -59,8 +77,8 @@ def judge(lines: Iterable[str], device: str, *, all_layers: bool = True) -> Plac
             between them; empty or `none` where the CPU was asked for.
         all_layers: Whether all layers were meant for it; false where the user chose a number.
     """
-    wanted = [name for name in device.split(",") if name and name.lower() != "none"]
-    if not wanted:
+    devices = [name for name in device.split(",") if name and name.lower() != "none"]
+    if not devices:
         return Placement("ok")
     sizes: dict[str, float] = {}
     layers: list[tuple[int, int]] = []  # one of each model: a draft model comes after
@@ -73,17 +91,17 @@ def judge(lines: Iterable[str], device: str, *, all_layers: bool = True) -> Plac
         return Placement(
             "unknown", "the backend's log does not say where the weights are (it does at -lv 4)"
         )
-    there = [name for name in sizes if _device_of(name) in {w.lower() for w in wanted}]
+    there = [name for name in sizes if _device_of(name) in {d.lower() for d in devices}]
     if not any(sizes[name] for name in there):
         places = ", ".join(f"{name} {size:g} MiB" for name, size in sizes.items())
         return Placement(
-            "fallback", f"no weights are on {' or '.join(wanted)}: the log says {places}", sizes
+            "fallback", f"no weights are on {' or '.join(devices)}: the log says {places}", sizes
         )
     part = next((f"{on} of {of}" for on, of in layers if on < of), "")
     if all_layers and part:
         return Placement(
             "fallback",
-            f"only {part} layers are on {' and '.join(wanted)}, the others on the CPU",
+            f"only {part} layers are on {' and '.join(devices)}, the others on the CPU",
             sizes,
         )
     return Placement("ok", "", sizes)

@@ -13,6 +13,7 @@ from onebit_serve.core import options, presets
 from onebit_serve.core.config import Backend, Config, Log, Server, nearest
 from onebit_serve.core.errors import UsageError
 from onebit_serve.core.facts import BinaryFacts, ModelFacts
+from onebit_serve.core.placement import LOG_LEVEL
 from onebit_serve.core.presets import Preset
 
 __all__ = [
@@ -171,11 +172,6 @@ def make(
     Raises:
         UsageError: The settings contradict each other, a binary or a model.
     """
-    if not is_loopback(config.server.host):
-        raise UsageError(
-            f"--host {config.server.host}: a host that is not loopback is not yet supported",
-            hint="listen on 127.0.0.1, ::1 or localhost",
-        )
     plans = [_backend(config, one, environment, embedded=embedded) for one in found]
     server = msgspec.structs.replace(config.server, host=config.server.host.strip("[]"))
     return Plan(server=server, log=config.log, backends=_named(plans))
@@ -361,6 +357,10 @@ def _llama_server(
     if preset.device_argument:
         soft.append(("--device", preset.device_argument))
     soft += [p for p in preset.arguments if not binary.options or p[0] in binary.options]
+    if "--metrics" in binary.options:
+        soft.append(("--metrics",))
+    if preset.word != "cpu" and "-lv" in binary.options:
+        soft.append(("-lv", str(LOG_LEVEL)))
     if backend.ctx_size:
         soft.append(("-c", str(backend.ctx_size)))
     if backend.parallel > 0:

@@ -17,7 +17,7 @@ from onebit_serve.core.wire import Refusal
 
 __all__ = ["Order", "Page", "Relayed", "Verb", "choose", "pick"]
 
-Page = Literal["health", "livez", "models", "status"]
+Page = Literal["health", "livez", "metrics", "models", "status"]
 Relayed = Literal["relayed"]
 Verb = Literal["start", "stop", "restart", "warm", "logs", "reload"]
 
@@ -39,6 +39,7 @@ _PAGES: dict[str, Page] = {
     "/v1/health": "health",
     "/readyz": "health",
     "/livez": "livez",
+    "/metrics": "metrics",
     "/v1/models": "models",
     "/models": "models",
     "/v1/status": "status",

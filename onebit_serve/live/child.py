@@ -150,11 +150,11 @@ class Child:
             raise
         return cls(process, guard)
 
-    async def run(self, on_output: Callable[[], None] | None = None) -> Exit:
+    async def run(self, on_output: Callable[[bytes], None] | None = None) -> Exit:
         """Drain the child's output until it is gone; it must be run as long as the child lives.
 
         Args:
-            on_output: Called after each piece of output.
+            on_output: Called with each piece of output, after the tail has it.
 
         Returns:
             How it ended. Its group is dead and it is reaped by then.
@@ -171,7 +171,7 @@ class Child:
         self._exited.set()
         return exit_
 
-    async def _drain(self, on_output: Callable[[], None] | None) -> None:
+    async def _drain(self, on_output: Callable[[bytes], None] | None) -> None:
         stdout = self._process.stdout
         if stdout is None:
             return
@@ -188,7 +188,7 @@ class Child:
                 return
             self.tail.feed(data)
             if on_output:
-                on_output()
+                on_output(data)
 
     async def _wait_gone(self) -> None:
         """Wait until the child is a zombie, and kill what is left of its group."""

@@ -81,6 +81,7 @@ class Connection:
         self.idle = True
         self._max_body_bytes = max_body_bytes
         self._buffer = b""
+        self._chunked = False
 
     async def read(self) -> tuple[RequestHead, bytes] | None:
         """Return the next request, or `None` when the client has no more.
@@ -200,6 +201,18 @@ class Connection:
             parts.append(body)
         await send_all(self.sock, b"".join(parts))
         return go_on
+
+    async def begin_chunks(self, head: RequestHead, *, kind: bytes, lines: bytes) -> None:
+        """Send the head of an answer of ours that has no known end; the connection ends with it."""
+        first = b"HTTP/1.1 200 OK\r\nContent-Type: %s\r\n" % kind
+        coding = b"" if head.http_1_0 else b"Transfer-Encoding: chunked\r\n"
+        self._chunked = not head.http_1_0
+        await send_all(self.sock, b"".join((first, lines, coding, b"Connection: close\r\n\r\n")))
+
+    async def send_chunk(self, data: bytes) -> None:
+        """Send the next piece of such an answer; an empty one is its end."""
+        framed = b"%x\r\n%s\r\n" % (len(data), data) if self._chunked else data
+        await send_all(self.sock, framed)
 
     async def answer_refusal(self, head: RequestHead, refusal: Refusal, lines: bytes = b"") -> bool:
         """Send a refusal in OpenAI's envelope; return whether the connection goes on."""

@@ -18,15 +18,15 @@ from contextlib import suppress
 
 import trio
 
-from onebit_serve.core import life
+from onebit_serve.core import life, placement
 from onebit_serve.core.plan import BackendPlan
 from onebit_serve.core.warmup import WarmUpResult
-from onebit_serve.live import probe, pulse
+from onebit_serve.live import leftovers, probe, pulse
 from onebit_serve.live.child import Child, Exit
 from onebit_serve.live.log import Log
 from onebit_serve.live.upstream import HOST, GoneError, Upstream, exchange
 
-__all__ = ["Episode", "Work"]
+__all__ = ["Episode", "LoadLog", "Work"]
 
 _POLL_S = 0.02  # a backend that is ready is seen at once
 _POLL_GAP_S = 0.005  # however much it prints
@@ -36,6 +36,8 @@ _BUSY_LOOK_S = 5.0
 _CAUSE_LINES = 3
 _HINT_AFTER_S = 30.0
 _EXIT_NOTICE_S = 0.5  # an exit is told when the output is drained, a tenth of a second at most
+_LINE_LIMIT_BYTES = 2000
+_PLACEMENT_LINES = 200
 
 Work = tuple[int, ...] | None
 
@@ -51,6 +53,7 @@ class Episode:
         key: The API key that only we know, or empty where the program has none.
         log: Where to say what happened.
         tell: Gets the events.
+        listen: Gets all that the child prints, piece by piece.
         work: Returns what the child is working on for clients, in numbers that change as it goes
             on, or `None` when it has nothing to do.
 
@@ -70,6 +73,7 @@ class Episode:
         key: str,
         log: Log,
         tell: Callable[[life.Event, int], None],
+        listen: Callable[[bytes], None],
         work: Callable[[], Work],
     ) -> None:
         self.number = number
@@ -85,7 +89,9 @@ class Episode:
         self.killed_for_memory = False
         self._log = log
         self._tell = tell
+        self._listen = listen
         self._work = work
+        self._placement = LoadLog()
         self._spawned_s = self._heard_s = time.monotonic()
         self._output = trio.Event()
         self._warm_scope = trio.CancelScope()
@@ -101,6 +107,7 @@ class Episode:
         plan: BackendPlan,
         log: Log,
         tell: Callable[[life.Event, int], None],
+        listen: Callable[[bytes], None],
         work: Callable[[], Work],
     ) -> Episode:
         """Spawn a child on a free port.
@@ -111,11 +118,12 @@ class Episode:
         port = _free_port()
         environment = {k: v for k, v in os.environ.items() if k not in plan.unset_env}
         environment.update(plan.set_env)
+        environment[leftovers.VARIABLE] = leftovers.marker()
         key = ""
         if plan.kind == "llama-server":
             key = environment["LLAMA_API_KEY"] = secrets.token_urlsafe(24)
         child = Child.spawn(plan.command(port), environment)
-        return cls(number, plan, child, port, key, log, tell, work)
+        return cls(number, plan, child, port, key, log, tell, listen, work)
 
     def hear(self) -> None:
         """Note a sign of life."""
@@ -138,8 +146,10 @@ class Episode:
             self.leave()
             self._tell(self._obituary(self.ended), self.number)
 
-    def _on_output(self) -> None:
+    def _on_output(self, data: bytes) -> None:
+        self._listen(data)
         if not self._healthy:
+            self._placement.feed(data)
             self.hear()
             self._output.set()
 
@@ -184,10 +194,25 @@ class Episode:
             with trio.move_on_after(_POLL_S - _POLL_GAP_S):
                 await self._output.wait()
             self._output = trio.Event()
+        fallback = self._fallback()
+        if fallback:
+            self._tell(life.Broken(fallback), self.number)
+            return
         self.load_ms = (time.monotonic() - self._spawned_s) * 1000
         self._healthy = self._warming = True
         self.hear()
         self._tell(life.Healthy(), self.number)
+
+    def _fallback(self) -> str:
+        """Return what is wrong with where the weights are, where that may not be; else nothing."""
+        device, all_layers = placement.wanted(self.plan.arguments)
+        found = placement.judge(self._placement.lines, device, all_layers=all_layers)
+        if self.plan.kind != "llama-server" or found.word != "fallback":
+            return ""
+        if not self.plan.limits.allow_cpu_fallback:
+            return f"{found.reason} (allow_cpu_fallback = true accepts that)"
+        self._log.warning(f"{self.plan.name}: {found.reason}", backend=self.plan.name)
+        return ""
 
     async def _break_if_it_stalls(self, scope: trio.CancelScope) -> None:
         """End a load that takes too long, or that has shown no progress for too long."""
@@ -304,6 +329,22 @@ class Episode:
         with trio.move_on_after(max(limit_s, 0.05)), suppress(GoneError):
             return (await exchange(self.port, "GET", "/slots", key=self.key)).body
         return None
+
+
+class LoadLog:
+    """Keeps the lines of a load's log that say where the weights are."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self._rest = b""
+
+    def feed(self, data: bytes) -> None:
+        """Take the next bytes of the log."""
+        *whole, rest = (self._rest + data).split(b"\n")
+        self._rest = rest[-_LINE_LIMIT_BYTES:]
+        lines = (line[:_LINE_LIMIT_BYTES].decode(errors="replace") for line in whole)
+        self.lines += [line for line in lines if placement.tells(line)]
+        del self.lines[:-_PLACEMENT_LINES]
 
 
 def _look_every_s(limit_s: float, most_s: float) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from urllib.parse import unquote
 
 import trio
@@ -13,6 +14,7 @@ from onebit_serve.core.plan import BackendPlan, Plan
 from onebit_serve.core.view import BackendView
 from onebit_serve.core.wire import Refusal
 from onebit_serve.live.log import Log
+from onebit_serve.live.logfile import LogFile
 from onebit_serve.live.supervise import Backend
 
 __all__ = ["House"]
@@ -39,7 +41,16 @@ class House:
             self._backends[backend_plan.name] = self._make(backend_plan, plan)
 
     def _make(self, backend_plan: BackendPlan, plan: Plan) -> Backend:
-        backend = Backend(backend_plan, self._log, stop_s=plan.server.stop_s)
+        file = None
+        if plan.log.backends_dir:
+            name = backend_plan.name.replace("/", "_")
+            file = LogFile(
+                Path(plan.log.backends_dir).expanduser() / f"{name}.log",
+                limit_bytes=plan.log.max_bytes,
+                keep=plan.log.keep,
+                on_trouble=self._log.warning,
+            )
+        backend = Backend(backend_plan, self._log, stop_s=plan.server.stop_s, file=file)
         self._nursery.start_soon(backend.run)
         return backend
 

@@ -38,13 +38,15 @@ class Ended(enum.Enum):
 
 
 class Progress(Protocol):
-    """Counts blocks, so that somebody else can see whether a request still moves.
+    """Counts what came, so that somebody else can see whether a request still moves.
 
     Attributes:
         blocks: Blocks received from the backend so far.
+        size_bytes: Bytes in them.
     """
 
     blocks: int
+    size_bytes: int
 
 
 class _Body:
@@ -81,6 +83,7 @@ class _Body:
         if not block:
             return Ended.BACKEND_GONE
         self.progress.blocks += 1
+        self.progress.size_bytes += len(block)
         framer = self.framer
         try:
             framer.feed(block)

@@ -25,6 +25,7 @@ import msgspec
 import trio
 
 from onebit_serve.core import wire
+from onebit_serve.core.access import upstream_headers
 from onebit_serve.core.http import (
     Headers,
     RequestHead,
@@ -72,7 +73,8 @@ class Errand(msgspec.Struct, frozen=True):
         stream: Whether a stream is asked for; llama-server closes after it without saying so.
         assemble: The reply comes as a stream and must leave as one body.
         model: The id to put into `model` of the reply, or empty to leave it alone.
-        headers: Header lines of ours for the reply, each with its CR LF.
+        more: Headers of ours for the backend.
+        lines: Header lines of ours for the reply, each with its CR LF.
     """
 
     head: RequestHead
@@ -80,7 +82,8 @@ class Errand(msgspec.Struct, frozen=True):
     stream: bool = False
     assemble: bool = False
     model: str = ""
-    headers: tuple[bytes, ...] = ()
+    more: Headers = ()
+    lines: bytes = b""
 
 
 async def relay(
@@ -139,7 +142,7 @@ async def _ask(errand: Errand, lease: Lease) -> _Opened:
     data = request_bytes(
         head.method,
         head.target,
-        _with_key(head.headers, lease.upstream.authorization),
+        (*upstream_headers(head.headers, lease.upstream.key), *errand.more),
         errand.body,
         host=lease.upstream.host,
         close=errand.stream or errand.assemble,
@@ -152,14 +155,6 @@ async def _ask(errand: Errand, lease: Lease) -> _Opened:
             if not lease.alive():
                 raise
     return await _exchange_heads(errand, await lease.upstream.connect(), data, lease)
-
-
-def _with_key(headers: Headers, authorization: bytes) -> Headers:
-    """Put the child's own key where the client's was, which is between the client and us."""
-    if not authorization:
-        return headers
-    kept = [h for h in headers if h[0] not in (b"authorization", b"x-api-key")]
-    return (*kept, (b"authorization", authorization))
 
 
 class _SilentlyGoneError(GoneError):
@@ -257,7 +252,7 @@ async def _copy(
     lines = head.lines
     if unchunk:
         lines, rest = without(lines, b"transfer-encoding"), framer.take_body()
-    last = b"".join((lines, *errand.headers, _ending(closing), rest))
+    last = b"".join((lines, errand.lines, _ending(closing), rest))
     await _send(client, last)
     await _carry(client, opened, head, lease, pump, last=last, unchunk=unchunk)
     return not closing
@@ -326,7 +321,7 @@ async def _translate(
     """Pass on a reply whose body is not the backend's own: put together, or with another model."""
     closing = not errand.head.keep_alive or errand.head.http_1_0
     lines = without(head.lines, b"transfer-encoding", b"content-length")
-    ours = (*errand.headers, _ending(closing))
+    ours = (errand.lines, _ending(closing))
     if head.event_stream and not errand.assemble and not errand.head.http_1_0:
         await _send(client, b"".join((lines, b"Transfer-Encoding: chunked\r\n", *ours)))
         await _rename_events(errand, client, opened, head)

@@ -26,6 +26,7 @@ from onebit_serve.core import admit
 from onebit_serve.core import life as machine
 from onebit_serve.core.admit import Verdict
 from onebit_serve.core.life import Life, RestartPolicy, State
+from onebit_serve.core.metrics import Counters
 from onebit_serve.core.plan import BackendPlan
 from onebit_serve.core.view import BackendView, unavailable
 from onebit_serve.core.warmup import WarmUpResult
@@ -33,6 +34,9 @@ from onebit_serve.core.wire import Refusal
 from onebit_serve.live import probe
 from onebit_serve.live.episode import Episode, Work
 from onebit_serve.live.log import Log
+from onebit_serve.live.logfile import LogFile
+from onebit_serve.live.ring import LineRing
+from onebit_serve.live.upstream import GoneError, exchange
 
 __all__ = ["Backend", "Lease", "RefusedError"]
 
@@ -41,6 +45,7 @@ _SETTLE_POLL_S = 0.25
 _PORT_TRIES = 5
 _FATAL_IN_A_ROW = 3
 _EXIT_NOTICE_S = 1.0
+_OK = 200
 
 
 class RefusedError(Exception):
@@ -62,9 +67,10 @@ class Lease:
         upstream: The child's connections.
         sock: The connection in use, while there is one.
         blocks: Blocks of the reply's body received so far.
+        size_bytes: Bytes in them.
     """
 
-    __slots__ = ("_backend", "_episode", "blocks", "sock", "upstream")
+    __slots__ = ("_backend", "_episode", "blocks", "size_bytes", "sock", "upstream")
 
     def __init__(self, backend: Backend, episode: Episode) -> None:
         self._backend = backend
@@ -72,6 +78,7 @@ class Lease:
         self.upstream = episode.upstream
         self.sock: socket.socket | None = None
         self.blocks = 0
+        self.size_bytes = 0
 
     def alive(self) -> bool:
         """Whether the child this lease was given for still runs and is meant to serve."""
@@ -123,14 +130,22 @@ class Backend:
         plan: What to run.
         log: Where to say what happened.
         stop_s: Seconds from the first TERM to KILL.
+        file: Gets all that its children print, or `None`.
 
     Attributes:
         plan: What runs.
+        output: The last lines of its children.
+        counters: What is counted of the requests to it.
         ended: How its last child ended, in words; empty before the first end.
     """
 
-    def __init__(self, plan: BackendPlan, log: Log, *, stop_s: float) -> None:
+    def __init__(
+        self, plan: BackendPlan, log: Log, *, stop_s: float, file: LogFile | None = None
+    ) -> None:
         self.plan = plan
+        self.output = LineRing()
+        self.counters = Counters()
+        self._file = file
         self.ended = ""
         self._log = log
         self._policy = RestartPolicy(enabled=plan.limits.restart)
@@ -180,10 +195,6 @@ class Backend:
             last_line=last[0] if last else "",
         )
 
-    def output(self, lines: int) -> list[str]:
-        """Return the last lines that the child of the moment printed."""
-        return self._episode.child.tail.last(lines) if self._episode else []
-
     def want(self) -> None:
         """Ask for it to be running; one that is on its way already goes on."""
         self._post(machine.Wanted(), _ANYBODY)
@@ -195,6 +206,20 @@ class Backend:
     def retire(self) -> None:
         """End its task as soon as it is stopped; nothing may be asked of it afterwards."""
         self._send.close()
+        self.output.close()
+        if self._file is not None:
+            self._file.close()
+
+    async def own_metrics(self) -> str:
+        """Return what a ready child says of itself on `/metrics`; empty where it says nothing."""
+        episode = self._episode
+        if self._life.state is not State.READY or episode is None:
+            return ""
+        with contextlib.suppress(GoneError):
+            reply = await exchange(episode.port, "GET", "/metrics", key=episode.key)
+            if reply.status == _OK:
+                return reply.body.decode(errors="replace")
+        return ""
 
     async def warm_again(self) -> WarmUpResult | None:
         """Send one more warm-up and return what it came to; `None` while it is not ready."""
@@ -343,6 +368,7 @@ class Backend:
 
     def _bury(self, before: Life) -> None:
         episode, self._episode = self._episode, None
+        self.output.end_line()
         if episode is None or episode.ended is None:
             self.ended = "never started"
         elif before.state is State.STOPPING and not before.broken:
@@ -375,12 +401,19 @@ class Backend:
         number = self._life.starts
         self._fatal_answers = 0
         try:
-            self._episode = Episode.start(number, self.plan, self._log, self._post, self._work)
+            self._episode = Episode.start(
+                number, self.plan, self._log, self._post, self._listen, self._work
+            )
         except OSError as error:
             cause = f"could not be started: {error.strerror}: {self.plan.binary}"
             self._post(machine.Exited(cause), number)
             return
         nursery.start_soon(self._episode.run)
+
+    def _listen(self, data: bytes) -> None:
+        self.output.feed(data)
+        if self._file is not None:
+            self._file.write(data)
 
     def _work(self) -> Work:
         return tuple(lease.blocks for lease in self._leases) if self._leases else None

@@ -16,6 +16,7 @@ from contextlib import aclosing, asynccontextmanager
 import httptools
 import trio
 
+from onebit_serve.core.access import upstream_headers
 from onebit_serve.core.http import Reply, ResponseFramer, request_bytes
 
 __all__ = ["HOST", "GoneError", "Upstream", "exchange", "open_stream", "receive", "send_all"]
@@ -81,12 +82,12 @@ class Upstream:
 
     Attributes:
         host: Value of `Host` for it.
-        authorization: Value of `Authorization` for it, or empty.
+        key: Its API key, or `None`.
     """
 
     def __init__(self, port: int, key: str = "") -> None:
         self.port = port
-        self.authorization = b"Bearer " + key.encode() if key else b""
+        self.key = key or None
         self.host = b"%s:%d" % (HOST.encode(), port)
         self._idle: list[tuple[float, socket.socket]] = []
         self._closed = False
@@ -207,9 +208,8 @@ async def open_stream(
         GoneError: No connection, or it ended before the head was whole.
     """
     upstream = Upstream(port, key)
-    headers = [(b"content-type", b"application/json")] if body else []
-    if key:
-        headers.append((b"authorization", upstream.authorization))
+    kind = ((b"content-type", b"application/json"),) if body else ()
+    headers = upstream_headers(kind, upstream.key)
     request = request_bytes(method, target.encode(), headers, body, host=upstream.host, close=True)
     sock = await upstream.connect()
     try:

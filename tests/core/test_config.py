@@ -121,9 +121,6 @@ def test_a_long_value_is_cut_in_the_message():
 @pytest.mark.parametrize(
     ("text", "what"),
     [
-        ("[server]\nping_s = 3", "[server] ping_s"),
-        ("[server]\nallow_remote = true", "[server] allow_remote"),
-        ("[server]\nallowed_hosts = ['a']", "[server] allowed_hosts"),
         ("[backend]\npin = true", "[backend] pin"),
         ("[warm_prompts]\nfile = 'a.json'", "[warm_prompts] file"),
         ("[laya]\nscorer = 'http'", "[laya] scorer"),
@@ -231,7 +228,7 @@ def test_a_variable_sets_its_key(variables, table, key, value):
         ({"ONEBIT_LOG_ZZZ": "1"}, "ONEBIT_LOG_ZZZ names no key", ""),
         ({"ONEBIT_NO_WARMPU": "1"}, "ONEBIT_NO_WARMPU names no key", "ONEBIT_NO_WARMUP?"),
         ({"ONEBIT_LAMA_SERVER": "a"}, "names no key", "ONEBIT_LLAMA_SERVER?"),
-        ({"ONEBIT_SERVER_PING_S": "3"}, "ONEBIT_SERVER_PING_S is not yet supported", ""),
+        ({"ONEBIT_BACKEND_IDLE_S": "3"}, "ONEBIT_BACKEND_IDLE_S is not yet supported", ""),
     ],
 )
 def test_a_variable_that_cannot_be_used_is_refused_by_name(variables, message, hint):

@@ -4,7 +4,8 @@ import msgspec
 import pytest
 
 from onebit_serve.core.facts import Device, ModelFacts
-from onebit_serve.core.memory import Fit, Memory, Need, judge, memory_of, need
+from onebit_serve.core.memory import Fit, Memory, Need, check, judge, memory_of, need
+from onebit_serve.core.plan import BackendPlan
 from onebit_serve.live.machine import model_facts
 
 GIB = 1 << 30
@@ -98,3 +99,30 @@ def test_a_real_header_gives_the_facts(tiny_models):
     # llama-server b10068 prints for it, with 8,192 cells: K (f16): 1.00 MiB, V (f16): 1.00 MiB.
     facts = model_facts(str(tiny_models / "tiny-llama.gguf"))
     assert need(facts, ctx_tokens=8192).cache_bytes == 2 << 20
+
+
+def planned(line, kind="llama-server"):
+    words = tuple(line.split())
+    return BackendPlan("gpu", "m", "x", kind, "chat", "/llama-server", "m.gguf", words)
+
+
+@pytest.mark.parametrize(
+    ("line", "word"),
+    [
+        ("--device Vulkan0 -ngl 99", "too_large"),
+        ("--device Vulkan1 -ngl 99", "unknown"),
+        ("--device Vulkan0 -ngl 10", "unknown"),
+        ("--device Vulkan0 -ngl 99 --cpu-moe", "unknown"),
+        ("--device Big0 -ngl 99 -c 8192", "fits"),
+        ("--device Big0 -ngl 99 -c 131072", "tight"),
+        ("--device Big0 -ngl 99 -c 131072 -ctk q4_0 -ctv q4_0", "fits"),
+        ("--device none", "tight"),
+        ("--device none --no-mmap", "too_large"),
+    ],
+)
+def test_a_backend_is_judged_by_its_command_line(line, word):
+    listed = (Device("Vulkan0", "", 4096, None), Device("Big0", "", 16384, None))
+    machine = {"machine_total_bytes": 4 * GIB, "machine_free_bytes": 2 * GIB}
+    assert check(planned(line), LLAMA, listed, **machine).word == word
+    assert check(planned(line), None, listed, **machine).word == "unknown"
+    assert check(planned(line, "zinc"), LLAMA, listed, **machine).word == "unknown"

@@ -105,9 +105,6 @@ def test_a_flag_that_is_not_there_yet_says_so_before_the_backend_is_known(name):
         "--lean",
         "--embed",
         "--rerank",
-        "--api-key-file",
-        "--allow-remote",
-        "--no-restart",
         "--route-policy",
     ],
 )
@@ -163,3 +160,18 @@ def test_the_variables_of_what_we_share_are_those_of_a_real_build(real_llama_ser
         entry = next(e for names, e in entries if not names.isdisjoint(row.spellings))
         read_by_it = set(re.findall(r"\(env: (\w+)\)", entry))
         assert read_by_it <= set(row.variables)
+
+
+@pytest.mark.parametrize(
+    ("line", "value"),
+    [
+        ("-c 4096", "4096"),
+        ("--ctx-size=8192", "8192"),
+        ("-c 1 --ctx-size 2", "2"),
+        ("-c", None),
+        ("--c 1", None),
+        ("", None),
+    ],
+)
+def test_the_value_of_an_option_is_the_last_one_given(line, value):
+    assert options.value(line.split(), "-c", "--ctx-size") == value

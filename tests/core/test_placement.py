@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from onebit_serve.core.placement import judge, tells
+from onebit_serve.core.placement import judge, tells, wanted
 
 # llama-server b10068 with a tiny model at -lv 4, as it printed it.
 ON_VULKAN = """\
@@ -39,7 +39,7 @@ SILENT = """\
 0.00.087.541 I srv    load_model: loading model 'tiny-llama.gguf'
 0.00.185.144 I srv  llama_server: model loaded
 """
-# A published log of a ROCm build on four cards (github.com/iacopPBK/llama.cpp-gfx906, issue 17).
+# A published log of a ROCm build on four cards (github.com/iacopPBK/llama.cpp-gfx906, its issues).
 ON_ROCM = """\
 load_tensors: offloading 61 repeating layers to GPU
 load_tensors: offloaded 63/63 layers to GPU
@@ -106,3 +106,18 @@ def test_the_lines_that_tell_are_enough(log):
 
 def test_a_model_in_part_is_seen_though_its_draft_is_whole():
     assert judge([*IN_PART.splitlines(), *ON_VULKAN.splitlines()], "Vulkan0").word == "fallback"
+
+
+@pytest.mark.parametrize(
+    ("line", "asked"),
+    [
+        ("--device Vulkan0 -ngl 99 --jinja", ("Vulkan0", True)),
+        ("--device HRX0 -ngl 20", ("HRX0", False)),
+        ("-dev CUDA0,CUDA1 --gpu-layers all", ("CUDA0,CUDA1", True)),
+        ("--device Vulkan0", ("Vulkan0", False)),
+        ("--device none", ("none", False)),
+        ("-m m.gguf", ("", False)),
+    ],
+)
+def test_a_command_line_says_what_was_asked_for(line, asked):
+    assert wanted(line.split()) == asked

@@ -1,0 +1,305 @@
+"""Answers one request after the other: who may ask, what is ours, what a backend answers.
+
+A request for a backend is admitted (which may mean a wait in line), relayed, and counted out. One
+whose backend died before it answered is sent once more to the restarted one, never a third time, so
+that a request which kills its backend cannot kill the next.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+import time
+
+import msgspec
+import trio
+
+from onebit_serve.core import access, metrics, route, view, wire
+from onebit_serve.core.access import Access
+from onebit_serve.core.config import Server
+from onebit_serve.core.http import Headers, RequestHead
+from onebit_serve.core.metrics import DoorCounters, Outcome
+from onebit_serve.core.request_id import HEADER, RequestIds
+from onebit_serve.core.wire import Refusal
+from onebit_serve.live.connection import Connection
+from onebit_serve.live.heartbeat import Heartbeat
+from onebit_serve.live.house import House
+from onebit_serve.live.log import Log
+from onebit_serve.live.orders import Orders
+from onebit_serve.live.pump import Pump
+from onebit_serve.live.relay import ClientGoneError, CutError, Errand, relay
+from onebit_serve.live.supervise import Backend, Lease, RefusedError
+from onebit_serve.live.upstream import GoneError
+
+__all__ = ["Desk"]
+
+_SENT_AT_MOST = 2
+_LOG_LINES = 200
+_OWN_METRICS_S = 2.0
+
+
+class Desk:
+    """Answers requests.
+
+    Args:
+        house: Whom to relay to.
+        orders: Carries out what a person asks for.
+        rules: Who may talk.
+        settings: The `[server]` table.
+        log: Where to say what happened.
+        version: What `/v1/status` calls us.
+        nursery: Where comments on waiting streams are sent from.
+
+    Attributes:
+        counters: What is counted before a backend is chosen.
+    """
+
+    def __init__(
+        self,
+        house: House,
+        orders: Orders,
+        rules: Access,
+        settings: Server,
+        log: Log,
+        version: str,
+        nursery: trio.Nursery,
+    ) -> None:
+        self.counters = DoorCounters(refusals={})
+        self._house = house
+        self._orders = orders
+        self._rules = rules
+        self._park_s = settings.park_s or math.inf
+        self._ping_s = settings.ping_s
+        self._log = log
+        self._version = version
+        self._nursery = nursery
+        self._pump = Pump()
+        self._ids = RequestIds(secrets.token_hex(4))
+        self._since_s = time.monotonic()
+
+    async def answer(self, connection: Connection, head: RequestHead, body: bytes) -> bool:
+        """Answer one request; return whether the connection goes on."""
+        given = head.get(HEADER)
+        request_id = self._ids.take(given)
+        lines = b"X-Request-Id: %s\r\n" % request_id.encode()
+        if head.get(b"origin") is not None:
+            lines += _lines(access.cors(self._rules, head))
+        refusal = access.admit(self._rules, head)
+        if refusal is not None:
+            self.counters.refuse(refusal.code)
+            return await connection.answer_refusal(head, refusal, lines)
+        if head.method == "OPTIONS":
+            lines = _lines(access.preflight(self._rules, head))
+            return await connection.answer(head, 204, b"", lines=lines)
+        choice = route.choose(head.method, head.path)
+        if choice == "relayed":
+            more = () if given else ((HEADER, request_id.encode()),)
+            return await self._answer_relayed(connection, head, body, lines, more)
+        if isinstance(choice, route.Order):
+            return await self._obey(connection, head, choice, lines)
+        if isinstance(choice, Refusal):
+            return await connection.answer_refusal(head, choice, lines)
+        if choice == "metrics":
+            return await connection.answer(
+                head, 200, await self._metrics(), kind=metrics.CONTENT_TYPE, lines=lines
+            )
+        page = self._page(choice)
+        if page.retry_after_s is not None:
+            lines += b"Retry-After: %d\r\n" % page.retry_after_s
+        return await connection.answer(
+            head, page.status, msgspec.json.encode(page.body), lines=lines
+        )
+
+    # ------------------------------------------------------------------------ what is ours
+
+    def _page(self, name: route.Page) -> view.Page:
+        views = self._house.views()
+        match name:
+            case "livez":
+                return view.livez()
+            case "models":
+                return view.models(views)
+            case "status":
+                return view.status(views, self._version)
+            case _:
+                return view.health(views)
+
+    async def _metrics(self) -> bytes:
+        """Return the page of figures, with those that backends tell in time."""
+        own: dict[str, str] = {}
+
+        async def ask(backend: Backend) -> None:
+            text = await backend.own_metrics()
+            if text:
+                own[backend.plan.name] = text
+
+        with trio.move_on_after(_OWN_METRICS_S):
+            async with trio.open_nursery() as nursery:
+                for backend in self._house:
+                    nursery.start_soon(ask, backend)
+        views = self._house.views()
+        counted = {backend.plan.name: backend.counters for backend in self._house}
+        for seen in views:
+            counted[seen.name].queued = seen.waiting
+        self.counters.log_lines_dropped = self._log.dropped
+        return metrics.render(
+            views,
+            counted,
+            self.counters,
+            version=self._version,
+            uptime_s=time.monotonic() - self._since_s,
+            own=own,
+        )
+
+    async def _obey(
+        self, connection: Connection, head: RequestHead, order: route.Order, lines: bytes
+    ) -> bool:
+        """Do what a person asked for, and say how that went."""
+        if order.verb == "logs":
+            return await self._send_logs(connection, head, order.backend, lines)
+        done = await self._orders.obey(order)
+        if isinstance(done, Refusal):
+            return await connection.answer_refusal(head, done, lines)
+        return await connection.answer(
+            head, done.status, msgspec.json.encode(done.body), lines=lines
+        )
+
+    async def _send_logs(
+        self, connection: Connection, head: RequestHead, name: str, lines: bytes
+    ) -> bool:
+        """Send what a backend printed, and go on as it prints where that is asked for."""
+        backend = self._house.get(name)
+        if backend is None:
+            return await connection.answer_refusal(head, self._orders.no_such_backend(name), lines)
+        kind = b"text/plain; charset=utf-8"
+        if b"follow=1" not in head.target.partition(b"?")[2].split(b"&"):
+            text = backend.output.last(_LOG_LINES)
+            return await connection.answer(head, 200, text, kind=kind, lines=lines)
+        await connection.begin_chunks(head, kind=kind, lines=lines)
+        async for piece in backend.output.follow(_LOG_LINES):
+            await connection.send_chunk(piece)
+        await connection.send_chunk(b"")
+        return False
+
+    # ---------------------------------------------------------------- what a backend answers
+
+    async def _answer_relayed(
+        self, connection: Connection, head: RequestHead, body: bytes, lines: bytes, more: Headers
+    ) -> bool:
+        peek = wire.peek(body) if body else wire.Peek()
+        backend = self._house.pick(head.path, peek.model)
+        if isinstance(backend, Refusal):
+            self.counters.refuse(backend.code)
+            return await connection.answer_refusal(head, backend, lines)
+        errand = _errand(backend, head, body, peek, lines, more)
+        heartbeat = None
+        if self._ping_s and errand.stream and not errand.assemble and not head.http_1_0:
+            heartbeat = Heartbeat(connection.sock, self._ping_s, lines)
+            self._nursery.start_soon(heartbeat.run)
+        outcome: Outcome = "client_gone"
+        try:
+            outcome, go_on = await self._ask(connection, backend, errand, heartbeat)
+        except CutError:
+            outcome = "cut"
+            raise
+        finally:
+            backend.counters.end(outcome)
+            if heartbeat is not None:
+                with trio.CancelScope(shield=True, deadline=trio.current_time() + 1.0):
+                    await heartbeat.stop()
+        return go_on
+
+    async def _ask(
+        self,
+        connection: Connection,
+        backend: Backend,
+        errand: Errand,
+        heartbeat: Heartbeat | None,
+    ) -> tuple[Outcome, bool]:
+        """Send a request to its backend, and once more where that died before it answered."""
+        name, reason = backend.plan.name, ""
+        for attempt in range(1, _SENT_AT_MOST + 1):
+            try:
+                lease = backend.grant() or await backend.admit(self._park_s, again=attempt > 1)
+            except RefusedError as error:
+                refusal = error.refusal
+                if reason:
+                    message = f"{name} failed before it answered: {reason}; {refusal.message}"
+                    refusal = Refusal(502, message, "backend_gone")
+                go_on = await _send_refusal(connection, errand, refusal, heartbeat)
+                return ("failed" if reason else "refused"), go_on
+            try:
+                return "answered", await self._relay(connection, backend, lease, errand, heartbeat)
+            except GoneError as error:
+                reason = error.reason
+                if attempt == _SENT_AT_MOST or not await lease.wait_left():
+                    break
+            backend.counters.replayed += 1
+            self._log.say(f"a request to {name} is sent again: {reason}", backend=name)
+        message = f"{name} failed before it answered: {reason}"
+        refusal = Refusal(502, message, "backend_gone")
+        return "failed", await _send_refusal(connection, errand, refusal, heartbeat)
+
+    async def _relay(
+        self,
+        connection: Connection,
+        backend: Backend,
+        lease: Lease,
+        errand: Errand,
+        heartbeat: Heartbeat | None,
+    ) -> bool:
+        whole = False
+        try:
+            go_on = await relay(errand, connection.sock, lease, self._pump, heartbeat)
+            whole = True
+        except GoneError:
+            whole = True  # no slot works for it any more
+            raise
+        except CutError as error:
+            whole = True
+            name = backend.plan.name
+            self._log.warning(f"a reply of {name} was cut: {error.reason}", backend=name)
+            raise
+        except ClientGoneError:
+            raise
+        finally:
+            backend.counters.request_bytes += len(errand.body)
+            backend.counters.response_bytes += lease.size_bytes
+            lease.end(whole=whole)
+        return go_on
+
+
+async def _send_refusal(
+    connection: Connection, errand: Errand, refusal: Refusal, heartbeat: Heartbeat | None
+) -> bool:
+    if heartbeat is not None and await heartbeat.stop():
+        await heartbeat.end(refusal)
+        return errand.head.keep_alive
+    return await connection.answer_refusal(errand.head, refusal, errand.lines)
+
+
+def _lines(headers: Headers) -> bytes:
+    return b"".join(b"%s: %s\r\n" % header for header in headers)
+
+
+def _errand(
+    backend: Backend,
+    head: RequestHead,
+    body: bytes,
+    peek: wire.Peek,
+    lines: bytes,
+    more: Headers,
+) -> Errand:
+    """Prepare a request for its backend; bodies of llama-server backends pass unchanged."""
+    plan = backend.plan
+    model = ""
+    if plan.upstream_model is not None and body:
+        body = wire.with_model(body, plan.upstream_model)
+        model = plan.served_id
+    if plan.assemble and not peek.stream:
+        streamed = wire.as_stream(head.path, body)
+        if streamed is not None:
+            return Errand(
+                head, streamed, stream=True, assemble=True, model=model, more=more, lines=lines
+            )
+    return Errand(head, body, stream=peek.stream, model=model, more=more, lines=lines)
