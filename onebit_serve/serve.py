@@ -10,19 +10,16 @@ them at once.
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import gc
 import math
 import os
 import signal
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 
 import trio
 
 from onebit_serve import __version__
-from onebit_serve.core.errors import PortTakenError, UsageError
 from onebit_serve.core.plan import Limits, Plan
 from onebit_serve.live import leftovers
 from onebit_serve.live.desk import Desk
@@ -33,78 +30,35 @@ from onebit_serve.live.log import Log
 from onebit_serve.live.notify import Notifier
 from onebit_serve.live.orders import Orders
 from onebit_serve.live.reaper import reap_strangers
+from onebit_serve.live.spawn import Spawned
 
-__all__ = ["bind", "run"]
+__all__ = ["run"]
 
-_BACKLOG = 512
 _GC_THRESHOLD = 20_000  # a relay makes little that refers to itself; the default is 700
 _EXIT_FAILED = 1
 _EXIT_KILLED = 130
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """Take the front door's address.
-
-    Args:
-        host: An address or a name of this machine.
-        port: The port; 0 takes a free one.
-
-    Raises:
-        PortTakenError: Somebody else has it; the message names the process where it can be seen.
-        UsageError: The host is no address of this machine.
-    """
-    try:
-        family, kind, proto, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-    except (OSError, UnicodeError) as error:
-        raise UsageError(f"--host {host} is no address: {error}", hint="try 127.0.0.1") from None
-    listener = socket.socket(family, kind, proto)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind(address)
-        listener.listen(_BACKLOG)
-    except OSError as error:
-        listener.close()
-        if error.errno == errno.EADDRINUSE:
-            raise PortTakenError(
-                f"port {port} on {host} is taken{_holder(port)}",
-                hint="stop it, or choose another with -p ([server] port); -p 0 takes a free one",
-            ) from None
-        if error.errno == errno.EACCES:
-            raise PortTakenError(
-                f"port {port} on {host} may not be used", hint="ports under 1024 need privileges"
-            ) from None
-        raise UsageError(f"cannot listen on {host} port {port}: {error.strerror}") from None
-    return listener
-
-
-def _holder(port: int) -> str:
-    import psutil
-
-    with contextlib.suppress(psutil.Error, OSError):
-        for connection in psutil.net_connections("tcp"):
-            listens = connection.status == psutil.CONN_LISTEN and connection.pid
-            if listens and connection.laddr and connection.laddr.port == port:
-                name = psutil.Process(connection.pid).name()
-                return f" by pid {connection.pid} ({name})"
-    return ""
-
-
-def run(plan: Plan, listener: socket.socket, replan: Callable[[], Plan]) -> int:
+def run(
+    plan: Plan,
+    listener: socket.socket,
+    replan: Callable[[], Plan],
+    early: Mapping[str, Spawned],
+) -> int:
     """Serve until told to stop.
 
     Args:
         plan: What to run.
-        listener: The front door's socket, from `bind`.
+        listener: The front door's socket, from `listener.bind`.
         replan: Reads the configuration again and plans anew, for a reload.
+        early: Children that run already, by the name of their backend.
 
     Returns:
         The exit code: 0 when stopped on request, 1 when a needed backend failed, 130 when killed.
     """
     log = Log(plan.log.format, plan.log.level)
     try:
-        return trio.run(_Serve(plan, listener, replan, log).run)
+        return trio.run(_Serve(plan, listener, replan, log).run, early)
     finally:
         log.close()
 
@@ -125,13 +79,13 @@ class _Serve:
             log.warning(warning)
         self._notifier = Notifier.take(os.environ)
 
-    async def run(self) -> int:
+    async def run(self, early: Mapping[str, Spawned]) -> int:
         """Run until stopped; return the exit code."""
         gc.set_threshold(_GC_THRESHOLD)
         with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM, signal.SIGHUP) as signals:
             async with trio.open_nursery() as nursery:
                 house = House(self._plan, self._log, nursery)
-                house.start()
+                house.start(early)
                 if os.getpid() == 1:
                     nursery.start_soon(reap_strangers, house.pids)
                 orders = Orders(house, self._replan, self._log)

@@ -38,7 +38,7 @@ def request_bytes(
     target: str, body: bytes = b"", *headers: str, method: str = "POST", version: str = "1.1"
 ) -> bytes:
     """Return a request with its one `Content-Length`."""
-    lines = [f"{method} {target} HTTP/{version}", "Host: x", *headers]
+    lines = [f"{method} {target} HTTP/{version}", "Host: 127.0.0.1", *headers]
     if body or method == "POST":
         lines.append(f"Content-Length: {len(body)}")
     return "\r\n".join([*lines, "", ""]).encode() + body

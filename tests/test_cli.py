@@ -16,6 +16,7 @@ from onebit_serve.cli.flags import FLAGS
 from onebit_serve.core.config import Config
 from onebit_serve.core.errors import BackendError, PortTakenError, UsageError
 from onebit_serve.core.presets import PRESETS
+from onebit_serve.live import listener, spawn
 
 LLAMA_SERVER = """#!/bin/sh
 case "$1" in
@@ -70,11 +71,13 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[object]:
         done.append((host, port))
         return SimpleNamespace(close=lambda: done.append("closed"))
 
-    def run(plan: object, _listener: object, _replan: object) -> int:
+    def run(plan: object, _listener: object, _replan: object, _early: object) -> int:
         done.append(plan)
         return 0
 
-    monkeypatch.setitem(sys.modules, "onebit_serve.serve", SimpleNamespace(bind=bind, run=run))
+    monkeypatch.setattr(listener, "bind", bind)
+    monkeypatch.setattr(spawn, "spawn_eager", lambda _plan: {})
+    monkeypatch.setitem(sys.modules, "onebit_serve.serve", SimpleNamespace(run=run))
     return done
 
 

@@ -27,7 +27,7 @@ LAYOUT = re.findall(
     core.life core.wire core.route core.view core.admit
     core.access core.request_id core.metrics core.memory
     core.score core.results core.cells core.report core.gate
-    live.logfile live.log live.ring live.notify live.leftovers live.doorkeeper
+    live.listener live.leftovers live.spawn live.logfile live.log live.ring live.notify live.doorkeeper
     live.free_memory
     live.cache live.machine live.device_lock live.history live.driver_caches live.prefetch
     live.child live.pump live.upstream live.scorer live.saves live.prefix live.probe

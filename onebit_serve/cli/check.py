@@ -22,7 +22,7 @@ def _check(words: tuple[str, ...]) -> int:
     prepared = prepare(words, os.environ)
     print(describe_found(prepared))
     print(describe_plan(prepared.plan, os.environ))
-    from onebit_serve.serve import bind
+    from onebit_serve.live.listener import bind
 
     server = prepared.plan.server
     bind(server.host, server.port).close()

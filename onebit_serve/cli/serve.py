@@ -29,14 +29,18 @@ def _serve(words: tuple[str, ...]) -> int:
 
         print(describe_plan(prepared.plan, os.environ))
         return 0
-    try:
-        from onebit_serve.serve import bind, run
+    from onebit_serve.live.listener import bind
+    from onebit_serve.live.spawn import spawn_eager
 
-        plan = prepared.plan
+    plan = prepared.plan
+    try:
         # Bound before anything is spawned: a taken port is said at once, not after a long load.
         listener = bind(plan.server.host, plan.server.port)
-        return run(plan, listener, lambda: prepare(words, os.environ).plan)
-    except KeyboardInterrupt:  # before the first child there is nothing to stop
+        early = spawn_eager(plan)
+        from onebit_serve.serve import run  # trio and the front door, while the children load
+
+        return run(plan, listener, lambda: prepare(words, os.environ).plan, early)
+    except KeyboardInterrupt:  # before the event loop runs; the guards end what was spawned
         return 0
 
 

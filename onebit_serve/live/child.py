@@ -18,13 +18,14 @@ from __future__ import annotations
 import collections
 import contextlib
 import os
-import shutil
 import signal
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 import trio
+
+from onebit_serve.live.spawn import launch
 
 __all__ = ["Child", "Exit", "Tail"]
 
@@ -33,7 +34,6 @@ _LINE_LIMIT_BYTES = 2000
 _TAIL_LINES = 200
 _EXIT_POLL_S = 0.05  # only where the kernel has no pidfd
 _AFTER_KILL_S = 2.0
-_GUARD = 'read -r line || kill -9 "-$0"'
 
 
 class Exit(msgspec.Struct, frozen=True):
@@ -120,35 +120,7 @@ class Child:
         Raises:
             OSError: The program cannot be started.
         """
-        program = shutil.which(command[0])
-        if program is None:
-            raise FileNotFoundError(2, "no such program, or it may not be executed", command[0])
-        setpriv = shutil.which("setpriv")
-        prefix = [setpriv, "--pdeathsig", "KILL", "--"] if setpriv else []
-        process = subprocess.Popen(
-            [*prefix, program, *command[1:]],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            env=environment,
-            start_new_session=True,
-            bufsize=0,
-        )
-        try:
-            guard = subprocess.Popen(
-                ["sh", "-c", _GUARD, str(process.pid)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                env={"PATH": os.defpath},
-                start_new_session=True,
-                bufsize=0,
-            )
-        except BaseException:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            raise
-        return cls(process, guard)
+        return cls(*launch(command, environment))
 
     async def run(self, on_output: Callable[[bytes], None] | None = None) -> Exit:
         """Drain the child's output until it is gone; it must be run as long as the child lives.

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import errno
 import math
-import os
-import secrets
 import socket
 import time
 from collections.abc import Callable
@@ -21,9 +19,10 @@ import trio
 from onebit_serve.core import life, placement
 from onebit_serve.core.plan import BackendPlan
 from onebit_serve.core.warmup import WarmUpResult
-from onebit_serve.live import leftovers, probe, pulse
+from onebit_serve.live import probe, pulse
 from onebit_serve.live.child import Child, Exit
 from onebit_serve.live.log import Log
+from onebit_serve.live.spawn import Spawned, spawn
 from onebit_serve.live.upstream import HOST, GoneError, Upstream, exchange
 
 __all__ = ["Episode", "LoadLog", "Work"]
@@ -109,21 +108,18 @@ class Episode:
         tell: Callable[[life.Event, int], None],
         listen: Callable[[bytes], None],
         work: Callable[[], Work],
+        early: Spawned | None = None,
     ) -> Episode:
-        """Spawn a child on a free port.
+        """Spawn a child on a free port, or take one that was spawned before the event loop.
 
         Raises:
             OSError: The program cannot be started.
         """
-        port = _free_port()
-        environment = {k: v for k, v in os.environ.items() if k not in plan.unset_env}
-        environment.update(plan.set_env)
-        environment[leftovers.VARIABLE] = leftovers.marker()
-        key = ""
-        if plan.kind == "llama-server":
-            key = environment["LLAMA_API_KEY"] = secrets.token_urlsafe(24)
-        child = Child.spawn(plan.command(port), environment)
-        return cls(number, plan, child, port, key, log, tell, listen, work)
+        made = early or spawn(plan)
+        child = Child(made.process, made.guard)
+        episode = cls(number, plan, child, made.port, made.key, log, tell, listen, work)
+        episode._spawned_s = made.at_s
+        return episode
 
     def hear(self) -> None:
         """Note a sign of life."""
@@ -350,13 +346,6 @@ class LoadLog:
 def _look_every_s(limit_s: float, most_s: float) -> float:
     """Return how often to look at something that may take so long: eight times within it."""
     return max(0.02, min(limit_s / 8, most_s)) if math.isfinite(limit_s) else most_s
-
-
-def _free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind((HOST, 0))
-        port: int = sock.getsockname()[1]
-        return port
 
 
 def _is_taken(port: int) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -15,6 +15,7 @@ from onebit_serve.core.view import BackendView
 from onebit_serve.core.wire import Refusal
 from onebit_serve.live.log import Log
 from onebit_serve.live.logfile import LogFile
+from onebit_serve.live.spawn import Spawned
 from onebit_serve.live.supervise import Backend
 
 __all__ = ["House"]
@@ -77,10 +78,15 @@ class House:
         picked = route.pick([b.plan for b in self._backends.values()], path, model)
         return picked if isinstance(picked, Refusal) else self._backends[picked]
 
-    def start(self) -> None:
-        """Start every eager backend."""
+    def start(self, early: Mapping[str, Spawned]) -> None:
+        """Start every eager backend, or take over the child that was started already.
+
+        Args:
+            early: What was started before the event loop, by the backend's name.
+        """
         for backend in self._backends.values():
             if not backend.plan.lazy:
+                backend.early = early.get(backend.plan.name)
                 backend.want()
 
     async def wait_started(self) -> BackendView | None:

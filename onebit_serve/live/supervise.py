@@ -36,6 +36,7 @@ from onebit_serve.live.episode import Episode, Work
 from onebit_serve.live.log import Log
 from onebit_serve.live.logfile import LogFile
 from onebit_serve.live.ring import LineRing
+from onebit_serve.live.spawn import Spawned
 from onebit_serve.live.upstream import GoneError, exchange
 
 __all__ = ["Backend", "Lease", "RefusedError"]
@@ -136,6 +137,7 @@ class Backend:
         plan: What runs.
         output: The last lines of its children.
         counters: What is counted of the requests to it.
+        early: A child that was started before the event loop, until it is taken over.
         ended: How its last child ended, in words; empty before the first end.
     """
 
@@ -151,6 +153,7 @@ class Backend:
         self._policy = RestartPolicy(enabled=plan.limits.restart)
         self._stop_s = stop_s
         self._life = Life(since_s=time.monotonic())
+        self.early: Spawned | None = None
         self._episode: Episode | None = None
         self._changed = trio.Event()
         self._send, self._receive = trio.open_memory_channel[tuple[int, machine.Event]](math.inf)
@@ -230,6 +233,8 @@ class Backend:
 
     def pids(self) -> tuple[int, ...]:
         """Return the processes that are waited for here."""
+        if self.early:
+            return self.early.process.pid, self.early.guard.pid
         return self._episode.child.pids if self._episode else ()
 
     def kill(self) -> None:
@@ -400,9 +405,10 @@ class Backend:
     def _start(self, nursery: trio.Nursery) -> None:
         number = self._life.starts
         self._fatal_answers = 0
+        early, self.early = self.early, None
         try:
             self._episode = Episode.start(
-                number, self.plan, self._log, self._post, self._listen, self._work
+                number, self.plan, self._log, self._post, self._listen, self._work, early
             )
         except OSError as error:
             cause = f"could not be started: {error.strerror}: {self.plan.binary}"

@@ -11,79 +11,79 @@ from llama_process import until
 
 OK = "HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n{}"
 HELLO = json.dumps({"script": [OK]}).encode()
-NEXT = "GET /props?tag={tag}-next HTTP/1.1\r\nHost: x\r\n\r\n"
+NEXT = "GET /props?tag={tag}-next HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
 START = "POST /completion?tag={tag} HTTP/1.1\r\n"
 
 # What proxies have been split with, and what no client of ours sends.
 AMBIGUOUS = {
     "length-and-coding": (
-        "Host: x\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
+        "Host: 127.0.0.1\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
     ),
     "coding-and-length": (
-        "Host: x\r\nTransfer-Encoding: chunked\r\nContent-Length: 5\r\n\r\n0\r\n\r\n"
+        "Host: 127.0.0.1\r\nTransfer-Encoding: chunked\r\nContent-Length: 5\r\n\r\n0\r\n\r\n"
     ),
-    "two-equal-lengths": "Host: x\r\nContent-Length: 2\r\nContent-Length: 2\r\n\r\n{}",
-    "two-lengths": "Host: x\r\nContent-Length: 2\r\nContent-Length: 60\r\n\r\n{}",
-    "length-list": "Host: x\r\nContent-Length: 2, 2\r\n\r\n{}",
-    "length-plus": "Host: x\r\nContent-Length: +2\r\n\r\n{}",
-    "length-minus": "Host: x\r\nContent-Length: -2\r\n\r\n{}",
-    "length-hex": "Host: x\r\nContent-Length: 0x2\r\n\r\n{}",
-    "length-spaced": "Host: x\r\nContent-Length: 2 2\r\n\r\n{}",
-    "length-empty": "Host: x\r\nContent-Length:\r\n\r\n{}",
-    "length-overflow": "Host: x\r\nContent-Length: 18446744073709551618\r\n\r\n{}",
-    "length-space-colon": "Host: x\r\nContent-Length : 2\r\n\r\n{}",
-    "coding-gzip": "Host: x\r\nTransfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n",
-    "coding-twice": "Host: x\r\nTransfer-Encoding: chunked, chunked\r\n\r\n0\r\n\r\n",
+    "two-equal-lengths": "Host: 127.0.0.1\r\nContent-Length: 2\r\nContent-Length: 2\r\n\r\n{}",
+    "two-lengths": "Host: 127.0.0.1\r\nContent-Length: 2\r\nContent-Length: 60\r\n\r\n{}",
+    "length-list": "Host: 127.0.0.1\r\nContent-Length: 2, 2\r\n\r\n{}",
+    "length-plus": "Host: 127.0.0.1\r\nContent-Length: +2\r\n\r\n{}",
+    "length-minus": "Host: 127.0.0.1\r\nContent-Length: -2\r\n\r\n{}",
+    "length-hex": "Host: 127.0.0.1\r\nContent-Length: 0x2\r\n\r\n{}",
+    "length-spaced": "Host: 127.0.0.1\r\nContent-Length: 2 2\r\n\r\n{}",
+    "length-empty": "Host: 127.0.0.1\r\nContent-Length:\r\n\r\n{}",
+    "length-overflow": "Host: 127.0.0.1\r\nContent-Length: 18446744073709551618\r\n\r\n{}",
+    "length-space-colon": "Host: 127.0.0.1\r\nContent-Length : 2\r\n\r\n{}",
+    "coding-gzip": "Host: 127.0.0.1\r\nTransfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n",
+    "coding-twice": "Host: 127.0.0.1\r\nTransfer-Encoding: chunked, chunked\r\n\r\n0\r\n\r\n",
     "coding-two-lines": (
-        "Host: x\r\nTransfer-Encoding: identity\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
+        "Host: 127.0.0.1\r\nTransfer-Encoding: identity\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
     ),
-    "coding-identity": "Host: x\r\nTransfer-Encoding: identity\r\n\r\n",
-    "coding-unknown": "Host: x\r\nTransfer-Encoding: xchunked\r\n\r\n0\r\n\r\n",
-    "coding-quoted": 'Host: x\r\nTransfer-Encoding: "chunked"\r\n\r\n0\r\n\r\n',
-    "coding-tab": "Host: x\r\nTransfer-Encoding: chunked\x0b\r\n\r\n0\r\n\r\n",
-    "coding-space-colon": "Host: x\r\nTransfer-Encoding : chunked\r\n\r\n0\r\n\r\n",
-    "coding-empty": "Host: x\r\nTransfer-Encoding:\r\n\r\n",
-    "folded-coding": "Host: x\r\nTransfer-Encoding:\r\n chunked\r\n\r\n0\r\n\r\n",
-    "folded": "Host: x\r\nX-A: 1\r\n two\r\n\r\n",
+    "coding-identity": "Host: 127.0.0.1\r\nTransfer-Encoding: identity\r\n\r\n",
+    "coding-unknown": "Host: 127.0.0.1\r\nTransfer-Encoding: xchunked\r\n\r\n0\r\n\r\n",
+    "coding-quoted": 'Host: 127.0.0.1\r\nTransfer-Encoding: "chunked"\r\n\r\n0\r\n\r\n',
+    "coding-tab": "Host: 127.0.0.1\r\nTransfer-Encoding: chunked\x0b\r\n\r\n0\r\n\r\n",
+    "coding-space-colon": "Host: 127.0.0.1\r\nTransfer-Encoding : chunked\r\n\r\n0\r\n\r\n",
+    "coding-empty": "Host: 127.0.0.1\r\nTransfer-Encoding:\r\n\r\n",
+    "folded-coding": "Host: 127.0.0.1\r\nTransfer-Encoding:\r\n chunked\r\n\r\n0\r\n\r\n",
+    "folded": "Host: 127.0.0.1\r\nX-A: 1\r\n two\r\n\r\n",
     "no-host": "\r\n",
-    "two-hosts": "Host: x\r\nHost: y\r\n\r\n",
-    "bare-lf": "Host: x\nX-A: 1\r\n\r\n",
-    "only-lf": "Host: x\n\n",
-    "bare-cr": "Host: x\r\nX-A: 1\rX-B: 2\r\n\r\n",
-    "nul-in-value": "Host: x\r\nX-A: 1\x002\r\n\r\n",
-    "nul-in-name": "Host: x\r\nX-\x00A: 1\r\n\r\n",
-    "no-colon": "Host: x\r\nX-A\r\n\r\n",
-    "space-in-name": "Host: x\r\nX A: 1\r\n\r\n",
-    "first-line-folded": " Host: x\r\nHost: x\r\n\r\n",
-    "chunk-negative": "Host: x\r\nTransfer-Encoding: chunked\r\n\r\n-2\r\n{}\r\n0\r\n\r\n",
+    "two-hosts": "Host: 127.0.0.1\r\nHost: y\r\n\r\n",
+    "bare-lf": "Host: 127.0.0.1\nX-A: 1\r\n\r\n",
+    "only-lf": "Host: 127.0.0.1\n\n",
+    "bare-cr": "Host: 127.0.0.1\r\nX-A: 1\rX-B: 2\r\n\r\n",
+    "nul-in-value": "Host: 127.0.0.1\r\nX-A: 1\x002\r\n\r\n",
+    "nul-in-name": "Host: 127.0.0.1\r\nX-\x00A: 1\r\n\r\n",
+    "no-colon": "Host: 127.0.0.1\r\nX-A\r\n\r\n",
+    "space-in-name": "Host: 127.0.0.1\r\nX A: 1\r\n\r\n",
+    "first-line-folded": " Host: 127.0.0.1\r\nHost: 127.0.0.1\r\n\r\n",
+    "chunk-negative": "Host: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n\r\n-2\r\n{}\r\n0\r\n\r\n",
     "chunk-overflow": (
-        "Host: x\r\nTransfer-Encoding: chunked\r\n\r\n10000000000000002\r\n{}\r\n0\r\n\r\n"
+        "Host: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n\r\n10000000000000002\r\n{}\r\n0\r\n\r\n"
     ),
-    "chunk-hex": "Host: x\r\nTransfer-Encoding: chunked\r\n\r\n0x2\r\n{}\r\n0\r\n\r\n",
-    "chunk-no-end": "Host: x\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}0\r\n\r\n",
-    "chunk-lf": "Host: x\r\nTransfer-Encoding: chunked\r\n\r\n2\n{}\r\n0\r\n\r\n",
-    "chunk-extension-lf": "Host: x\r\nTransfer-Encoding: chunked\r\n\r\n2;a\nb\r\n{}\r\n0\r\n\r\n",
-    "chunk-size-missing": "Host: x\r\nTransfer-Encoding: chunked\r\n\r\n\r\n{}\r\n0\r\n\r\n",
-    "after-the-chunks": "Host: x\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n",
-    "expectation": "Host: x\r\nExpect: 200-ok\r\nContent-Length: 2\r\n\r\n{}",
+    "chunk-hex": "Host: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n\r\n0x2\r\n{}\r\n0\r\n\r\n",
+    "chunk-no-end": "Host: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}0\r\n\r\n",
+    "chunk-lf": "Host: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n\r\n2\n{}\r\n0\r\n\r\n",
+    "chunk-extension-lf": "Host: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n\r\n2;a\nb\r\n{}\r\n0\r\n\r\n",
+    "chunk-size-missing": "Host: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n\r\n\r\n{}\r\n0\r\n\r\n",
+    "after-the-chunks": "Host: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n",
+    "expectation": "Host: 127.0.0.1\r\nExpect: 200-ok\r\nContent-Length: 2\r\n\r\n{}",
 }
 WHOLE = {
-    "http-2": "POST /completion?tag={tag} HTTP/2.0\r\nHost: x\r\n\r\n",
+    "http-2": "POST /completion?tag={tag} HTTP/2.0\r\nHost: 127.0.0.1\r\n\r\n",
     "http-2-preface": "PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
-    "http-1-2": "GET /props?tag={tag} HTTP/1.2\r\nHost: x\r\n\r\n",
+    "http-1-2": "GET /props?tag={tag} HTTP/1.2\r\nHost: 127.0.0.1\r\n\r\n",
     "http-0-9": "GET /props?tag={tag}\r\n\r\n",
-    "http-lower": "GET /props?tag={tag} http/1.1\r\nHost: x\r\n\r\n",
+    "http-lower": "GET /props?tag={tag} http/1.1\r\nHost: 127.0.0.1\r\n\r\n",
     "http-1-0-chunked": (
         "POST /completion?tag={tag} HTTP/1.0\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
     ),
-    "two-spaces": "POST  /completion?tag={tag} HTTP/1.1\r\nHost: x\r\n\r\n",
-    "tab": "GET\t/props?tag={tag}\tHTTP/1.1\r\nHost: x\r\n\r\n",
-    "space-in-target": "GET /props?tag={tag} x HTTP/1.1\r\nHost: x\r\n\r\n",
-    "absolute": "GET http://x/props?tag={tag} HTTP/1.1\r\nHost: x\r\n\r\n",
-    "asterisk": "OPTIONS * HTTP/1.1\r\nHost: x\r\n\r\n",
-    "connect": "CONNECT x:80 HTTP/1.1\r\nHost: x\r\n\r\n",
-    "unknown-method": "FOO /props?tag={tag} HTTP/1.1\r\nHost: x\r\n\r\n",
-    "lower-method": "get /props?tag={tag} HTTP/1.1\r\nHost: x\r\n\r\n",
+    "two-spaces": "POST  /completion?tag={tag} HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n",
+    "tab": "GET\t/props?tag={tag}\tHTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n",
+    "space-in-target": "GET /props?tag={tag} x HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n",
+    "absolute": "GET http://x/props?tag={tag} HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n",
+    "asterisk": "OPTIONS * HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n",
+    "connect": "CONNECT x:80 HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n",
+    "unknown-method": "FOO /props?tag={tag} HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n",
+    "lower-method": "get /props?tag={tag} HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n",
     "no-http": "SSH-2.0-OpenSSH_9\r\n\r\n",
     "tls": "\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n",
 }
@@ -139,7 +139,7 @@ def test_a_chunked_body_arrives_whole_and_with_its_length(scripted: Front, size:
     body = json.dumps({"script": [OK], "pad": "ü" * 9}, ensure_ascii=False).encode()
     chunks = [body[at : at + size] for at in range(0, len(body), size)]
     data = b"".join(b"%X;ext=1\r\n%s\r\n" % (len(c), c) for c in chunks)
-    head = f"POST /completion?tag=chunked-{size} HTTP/1.1\r\nHost: x\r\n"
+    head = f"POST /completion?tag=chunked-{size} HTTP/1.1\r\nHost: 127.0.0.1\r\n"
     head += "Transfer-Encoding: chunked\r\n\r\n"
     with scripted.raw(head.encode() + data + b"0\r\nX-Trailer: 1\r\n\r\n") as raw:
         assert raw.reply()[0] == 200
@@ -151,7 +151,7 @@ def test_a_chunked_body_arrives_whole_and_with_its_length(scripted: Front, size:
 
 def test_a_client_that_waits_to_be_told_to_go_on_is_told(scripted: Front) -> None:
     head = f"Expect: 100-continue\r\nContent-Length: {len(HELLO)}\r\n\r\n"
-    start = "POST /completion?tag=waits HTTP/1.1\r\nHost: x\r\n"
+    start = "POST /completion?tag=waits HTTP/1.1\r\nHost: 127.0.0.1\r\n"
     with scripted.raw((start + head).encode()) as raw:
         assert raw.until(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
         raw.send(HELLO)
@@ -161,7 +161,7 @@ def test_a_client_that_waits_to_be_told_to_go_on_is_told(scripted: Front) -> Non
 
 
 def test_a_request_too_large_is_refused_before_its_body_is_asked_for(scripted: Front) -> None:
-    head = "POST /completion HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\n"
+    head = "POST /completion HTTP/1.1\r\nHost: 127.0.0.1\r\nExpect: 100-continue\r\n"
     with scripted.raw(f"{head}Content-Length: 99999999999\r\n\r\n".encode()) as raw:
         status, _, body = raw.reply()
     assert status == 413
@@ -309,7 +309,7 @@ def strict(scripted_llama, tiny_models, tmp_path_factory):
 def test_a_body_over_the_limit_is_413_and_names_it(strict: Front, size: int, chunked: bool) -> None:  # noqa: FBT001
     body = b"x" * size
     if chunked:
-        head = b"POST /completion HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+        head = b"POST /completion HTTP/1.1\r\nHost: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n\r\n"
         data = head + b"%x\r\n%s\r\n" % (len(body), body)
     else:
         data = request_bytes("/completion", body)
@@ -330,9 +330,9 @@ def test_a_body_of_just_the_limit_passes(strict: Front) -> None:
 
 
 def test_a_head_over_the_limit_is_refused(strict: Front) -> None:
-    with strict.raw(b"GET /livez HTTP/1.1\r\nHost: x\r\nX-A: " + b"a" * 70_000) as raw:
+    with strict.raw(b"GET /livez HTTP/1.1\r\nHost: 127.0.0.1\r\nX-A: " + b"a" * 70_000) as raw:
         assert raw.reply()[0] in (400, 431)
-    fits = b"GET /livez HTTP/1.1\r\nHost: x\r\nX-A: " + b"a" * 60_000 + b"\r\n\r\n"
+    fits = b"GET /livez HTTP/1.1\r\nHost: 127.0.0.1\r\nX-A: " + b"a" * 60_000 + b"\r\n\r\n"
     with strict.raw(fits) as raw:
         assert raw.reply()[0] == 200
 
@@ -342,9 +342,9 @@ def test_a_head_over_the_limit_is_refused(strict: Front) -> None:
     [
         b"",
         b"G",
-        b"GET /livez HTTP/1.1\r\nHost: x\r\n",
-        b"POST /completion HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{",
-        b"POST /completion HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nab",
+        b"GET /livez HTTP/1.1\r\nHost: 127.0.0.1\r\n",
+        b"POST /completion HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 9\r\n\r\n{",
+        b"POST /completion HTTP/1.1\r\nHost: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nab",
     ],
 )
 def test_a_client_that_takes_its_time_is_closed(strict: Front, start: bytes) -> None:
@@ -353,7 +353,7 @@ def test_a_client_that_takes_its_time_is_closed(strict: Front, start: bytes) -> 
 
 
 def test_a_head_that_drips_is_closed_however_it_drips(strict: Front) -> None:
-    with strict.raw(b"GET /livez HTTP/1.1\r\nHost: x\r\n") as raw:
+    with strict.raw(b"GET /livez HTTP/1.1\r\nHost: 127.0.0.1\r\n") as raw:
         raw.sock.settimeout(0.02)
 
         def closed() -> bool:
@@ -378,7 +378,7 @@ def test_too_many_connections_are_closed_and_the_door_goes_on(strict: Front) -> 
 
 
 def test_a_client_that_leaves_in_its_own_request_disturbs_nobody(strict: Front) -> None:
-    for data in (b"POST /completion HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{", b"GE", b""):
+    for data in (b"POST /completion HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 9\r\n\r\n{", b"GE", b""):
         strict.raw(data).sock.close()
     assert strict.client.get("/livez").status_code == 200
     assert strict.said("failed") == []

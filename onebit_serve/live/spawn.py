@@ -1,0 +1,123 @@
+"""Starts a backend's program and its guard, with or without an event loop.
+
+The eager backends are started before trio is imported: that and the front door take longer than
+all that comes before, and meanwhile the children load.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from onebit_serve.core.plan import BackendPlan, Plan
+from onebit_serve.live import leftovers
+
+__all__ = ["Spawned", "launch", "spawn", "spawn_eager"]
+
+_GUARD = 'read -r line || kill -9 "-$0"'
+_KEY_BYTES = 24
+# A backend is not the service that systemd started, and the door's keys are not its.
+_NOT_FOR_A_CHILD = ("NOTIFY_SOCKET", "ONEBIT_API_KEY", "WATCHDOG_PID", "WATCHDOG_USEC")
+
+
+class Spawned(msgspec.Struct, frozen=True):
+    """A backend's process, just started.
+
+    Args:
+        process: It.
+        guard: The process that ends its group when we are gone.
+        port: Its port.
+        key: The API key that only we know, or empty where the program has none.
+        at_s: When it was started, on the monotonic clock.
+    """
+
+    process: subprocess.Popen[bytes]
+    guard: subprocess.Popen[bytes]
+    port: int
+    key: str
+    at_s: float
+
+
+def spawn_eager(plan: Plan) -> dict[str, Spawned]:
+    """Start every backend that does not wait for a request; return them by name.
+
+    One that cannot be started is left out: it is tried again where that can be told.
+    """
+    found = {}
+    for backend in plan.backends:
+        if not backend.lazy:
+            with contextlib.suppress(OSError):
+                found[backend.name] = spawn(backend)
+    return found
+
+
+def spawn(plan: BackendPlan) -> Spawned:
+    """Start a backend's program on a free port; call it on the main thread.
+
+    Raises:
+        OSError: The program cannot be started.
+    """
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port: int = sock.getsockname()[1]
+    kept = {*plan.unset_env, *_NOT_FOR_A_CHILD}
+    environment = {k: v for k, v in os.environ.items() if k not in kept}
+    environment.update(plan.set_env)
+    environment[leftovers.VARIABLE] = leftovers.marker()
+    key = ""
+    if plan.kind == "llama-server":
+        # not by `secrets`, whose imports take longer than the rest of this
+        key = environment["LLAMA_API_KEY"] = os.urandom(_KEY_BYTES).hex()
+    at_s = time.monotonic()
+    return Spawned(*launch(plan.command(port), environment), port, key, at_s)
+
+
+def launch(
+    command: Sequence[str], environment: Mapping[str, str]
+) -> tuple[subprocess.Popen[bytes], subprocess.Popen[bytes]]:
+    """Start a program in a session of its own, and its guard; call it on the main thread.
+
+    Args:
+        command: Program and arguments; the program must exist.
+        environment: The child's whole environment.
+
+    Raises:
+        OSError: The program cannot be started.
+    """
+    program = shutil.which(command[0])
+    if program is None:
+        raise FileNotFoundError(2, "no such program, or it may not be executed", command[0])
+    setpriv = shutil.which("setpriv")
+    prefix = [setpriv, "--pdeathsig", "KILL", "--"] if setpriv else []
+    process = subprocess.Popen(
+        [*prefix, program, *command[1:]],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env=environment,
+        start_new_session=True,
+        bufsize=0,
+    )
+    try:
+        guard = subprocess.Popen(
+            ["sh", "-c", _GUARD, str(process.pid)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env={"PATH": os.defpath},
+            start_new_session=True,
+            bufsize=0,
+        )
+    except BaseException:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        raise
+    return process, guard
