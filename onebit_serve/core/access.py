@@ -32,7 +32,6 @@ from onebit_serve.core.wire import Refusal
 __all__ = [
     "CHILD_KEY_VARIABLE",
     "KEYS_VARIABLE",
-    "NOT_OF_A_BACKEND",
     "Access",
     "admit",
     "check_listening",
@@ -48,16 +47,6 @@ __all__ = [
 CHILD_KEY_VARIABLE = "LLAMA_API_KEY"
 # API keys of ours with commas between them, for those who have no file.
 KEYS_VARIABLE = "ONEBIT_API_KEY"
-
-# Reply headers that are ours to say; a backend's own are left out.
-NOT_OF_A_BACKEND: tuple[bytes, ...] = (
-    b"access-control-allow-credentials",
-    b"access-control-allow-headers",
-    b"access-control-allow-methods",
-    b"access-control-allow-origin",
-    b"access-control-expose-headers",
-    b"access-control-max-age",
-)
 
 _ALWAYS_KNOWN = ("localhost", "host.docker.internal")
 # A backend would echo the origin; the client's key is not for it.
