@@ -16,6 +16,7 @@ import os
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Mapping
+from pathlib import Path
 
 import trio
 
@@ -27,6 +28,7 @@ from onebit_serve.live.door import Door
 from onebit_serve.live.doorkeeper import rules
 from onebit_serve.live.house import House
 from onebit_serve.live.log import Log
+from onebit_serve.live.logfile import LogFile
 from onebit_serve.live.notify import Notifier
 from onebit_serve.live.orders import Orders
 from onebit_serve.live.reaper import reap_strangers
@@ -57,6 +59,15 @@ def run(
         The exit code: 0 when stopped on request, 1 when a needed backend failed, 130 when killed.
     """
     log = Log(plan.log.format, plan.log.level)
+    if plan.log.file:
+        log.file = LogFile(
+            Path(plan.log.file).expanduser(),
+            limit_bytes=plan.log.max_bytes,
+            keep=plan.log.keep,
+            on_trouble=log.warning,
+        )
+    for warning in plan.warnings:
+        log.warning(warning)
     try:
         return trio.run(_Serve(plan, listener, replan, log).run, early)
     finally:

@@ -11,7 +11,7 @@ from onebit_serve.cli import flags
 from onebit_serve.core import config as settings
 from onebit_serve.core import plan, presets
 from onebit_serve.core.config import Backend, Config
-from onebit_serve.core.errors import ConfigError, UsageError
+from onebit_serve.core.errors import BackendError, ConfigError, UsageError
 from onebit_serve.core.facts import BinaryFacts
 from onebit_serve.core.plan import Found
 from onebit_serve.live import doorkeeper, machine
@@ -24,6 +24,9 @@ _DECIDES = frozenset(
     f"backend.{key}"
     for key in ("device", "hrx_libhsa", "llama_server", "mlx_server", "prefill_device", "zinc")
 )
+
+
+_WORTH_A_LOOK_BYTES = 1 << 30  # smaller models fit where anything fits
 
 
 class Prepared(msgspec.Struct, frozen=True):
@@ -74,7 +77,41 @@ def prepare(words: Sequence[str], environment: Mapping[str, str]) -> Prepared:
         found = (msgspec.structs.replace(one, backend=backend),)
     doorkeeper.rules(config.server, environment)  # before anything is bound or spawned
     decided = plan.make(config, found, environment=environment, embedded=request.embedded)
+    decided = msgspec.structs.replace(decided, warnings=_memory_warnings(decided, found))
     return Prepared(request=request, config=config, found=found, plan=decided)
+
+
+def _memory_warnings(decided: plan.Plan, found: tuple[Found, ...]) -> tuple[str, ...]:
+    """Return what to say of models that may not fit.
+
+    Raises:
+        BackendError: One cannot fit.
+    """
+    large = [
+        (backend, one)
+        for backend, one in zip(decided.backends, found, strict=True)
+        if one.model and one.model.size_bytes >= _WORTH_A_LOOK_BYTES
+    ]
+    if not large:
+        return ()
+    from onebit_serve.core import memory  # psutil's import is worth it for large models only
+    from onebit_serve.live.free_memory import machine_memory
+
+    total_bytes, free_bytes = machine_memory()
+    warnings = []
+    for backend, one in large:
+        fit = memory.check(
+            backend,
+            one.model,
+            one.binary.devices,
+            machine_total_bytes=total_bytes,
+            machine_free_bytes=free_bytes,
+        )
+        if fit.word == "too_large" and not backend.limits.allow_cpu_fallback:
+            raise BackendError(fit.message, hint="take a smaller quantisation, or another device")
+        if fit.message:
+            warnings.append(fit.message)
+    return tuple(warnings)
 
 
 def _look(backend: Backend, request: flags.Request, environment: Mapping[str, str]) -> Found:

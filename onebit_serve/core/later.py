@@ -33,7 +33,6 @@ NOT_YET: tuple[Later, ...] = (
         ("laya.scorer", "laya.model", "laya.url", "laya.command", "laya.policy", "laya.deadline_s"),
         {"--laya": 0, "--laya-model": 1, "--route-policy": 1},
     ),
-    Later(("log.file",), instead="redirect stderr: `1bit serve ... 2>serve.log`"),
     Later(flags={"--lean": 0}),
     Later(flags={"--adaptive": 0, "--adaptive-at": 1}),
     Later(flags={"--embed": 1}, instead="serve the model alone: 1bit serve -m M.gguf --embedding"),

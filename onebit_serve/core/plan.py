@@ -127,11 +127,13 @@ class Plan(msgspec.Struct, frozen=True):
         server: The front door's settings; port 0 takes a free one.
         log: How and where to log.
         backends: In order of start; they are stopped in reverse.
+        warnings: What to say before the start.
     """
 
     server: Server
     log: Log
     backends: tuple[BackendPlan, ...]
+    warnings: tuple[str, ...] = ()
 
 
 # Where HRX looks for the HSA runtime (IREE's documentation of the amdgpu driver).

@@ -35,6 +35,7 @@ _BODY_GAP_S = 30.0
 _IDLE_LIMIT_S = 75.0
 _LINGER_S = 2.0
 _LINGER_BYTES = 1 << 20
+_UNAUTHORIZED = 401
 _REASONS = {
     200: b"OK",
     202: b"Accepted",
@@ -216,6 +217,8 @@ class Connection:
 
     async def answer_refusal(self, head: RequestHead, refusal: Refusal, lines: bytes = b"") -> bool:
         """Send a refusal in OpenAI's envelope; return whether the connection goes on."""
+        if refusal.status == _UNAUTHORIZED:
+            lines += b"WWW-Authenticate: Bearer\r\n"
         if refusal.retry_after_s is not None:
             lines += b"Retry-After: %d\r\n" % refusal.retry_after_s
         return await self.answer(head, refusal.status, refusal.body(), lines=lines)
