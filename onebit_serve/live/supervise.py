@@ -367,8 +367,7 @@ class Backend:
         self._announce(before, event)
         for effect in effects:
             self._carry_out(effect)
-        self._changed.set()
-        self._changed = trio.Event()
+        self._wake()
         self._move_line()
 
     def _bury(self, before: Life) -> None:
@@ -473,6 +472,12 @@ class Backend:
             self._nursery.start_soon(self._settle, episode)
         if self._line:
             self._move_line()
+        if not self._leases:
+            self._wake()  # somebody may wait for that to stop it
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = trio.Event()
 
     async def _settle(self, episode: Episode) -> None:
         try:

@@ -13,9 +13,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
-from front_door import Front, Raw, request_bytes
+from front_door import Front, Raw
 
-__all__ = ["Answer", "Served", "Stream", "backend", "configuration", "is_alive", "wait_for"]
+__all__ = [
+    "PROGRAM",
+    "Answer",
+    "Served",
+    "Stream",
+    "backend",
+    "configuration",
+    "is_alive",
+    "wait_for",
+]
 
 POLL_S = 0.02
 LIMIT_S = 20.0
@@ -167,7 +176,11 @@ class Served(Front):
     def stream(self, name: str, said: str = "hi", **more: Any) -> Stream:
         """Ask for a streamed reply."""
         body = json.dumps(self._chat(name, said, stream=True, **more)).encode()
-        return Stream(self.raw(request_bytes("/v1/chat/completions", body, "Connection: close")))
+        head = (
+            "POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n"
+            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        )
+        return Stream(self.raw(head.encode() + body))
 
     def _chat(self, name: str, said: str, **more: Any) -> dict[str, Any]:
         messages = [{"role": "user", "content": said}]
