@@ -40,7 +40,6 @@ __all__ = [
     "make",
     "parse_keys",
     "preflight",
-    "upstream_headers",
 ]
 
 # llama-server reads its key there (its `--help`); an argument would show in the process list.
@@ -49,8 +48,6 @@ CHILD_KEY_VARIABLE = "LLAMA_API_KEY"
 KEYS_VARIABLE = "ONEBIT_API_KEY"
 
 _ALWAYS_KNOWN = ("localhost", "host.docker.internal")
-# A backend would echo the origin; the client's key is not for it.
-_NOT_FOR_A_BACKEND = frozenset({b"authorization", b"origin", b"x-api-key"})
 _OPEN = frozenset({"/health", "/v1/health", "/livez", "/readyz"})
 _READING = frozenset({"GET", "HEAD", "OPTIONS"})
 _METHODS = b"GET, HEAD, POST, PUT, DELETE, OPTIONS"
@@ -184,20 +181,6 @@ def cors(access: Access, head: RequestHead) -> Headers:
         (b"access-control-expose-headers", _EXPOSED),
         (b"vary", b"origin"),
     )
-
-
-def upstream_headers(headers: Headers, child_key: str | None) -> Headers:
-    """Return the headers that a backend gets: its own key, none of the client's.
-
-    Args:
-        headers: The client's, names in lower case.
-        child_key: The key that the child was given by its environment; `None` for programs that
-            know no keys.
-    """
-    kept = tuple(line for line in headers if line[0] not in _NOT_FOR_A_BACKEND)
-    if child_key is None:
-        return kept
-    return (*kept, (b"authorization", b"Bearer " + child_key.encode("ascii")))
 
 
 def check_listening(host: str, *, has_keys: bool, allow_remote: bool) -> None:

@@ -11,8 +11,6 @@ are taken out (RFC 9110, section 7.6.1).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import httptools
 import msgspec
 
@@ -44,14 +42,18 @@ _HOP_BY_HOP = frozenset(
         b"upgrade",
     }
 )
-_OURS_UPSTREAM = _HOP_BY_HOP | {b"host", b"content-length", b"expect"}
-_OF_THE_FRAMING = frozenset(
-    {b"connection", b"content-length", b"expect", b"host", b"transfer-encoding"}
-)
+# What a backend is not told: a llama-server would echo the origin, and the key is not for it.
+_NOT_FORWARDED = _HOP_BY_HOP | {
+    b"authorization",
+    b"content-length",
+    b"expect",
+    b"host",
+    b"origin",
+    b"x-api-key",
+}
+_USUAL_TOKENS = frozenset({b"close", b"keep-alive"})
 _SPACES = 2  # of a request line
 _BODILESS = frozenset({"GET", "HEAD", "OPTIONS", "DELETE"})
-_LONGEST_PLAIN_CONNECTION = len("keep-alive")  # a longer value may name other headers
-_NO_CONTENT, _NOT_MODIFIED = 204, 304
 
 Headers = tuple[tuple[bytes, bytes], ...]
 
@@ -76,7 +78,11 @@ class RequestHead(msgspec.Struct, frozen=True):
     Args:
         method: In capitals, as sent.
         target: Path and query as sent; it starts with `/`.
+        path: The target without its query; bytes that are not ASCII stay recognisably foreign.
         headers: Names in lower case, values as sent, in order.
+        first: The first value of each header.
+        forwarded: The header lines that a backend gets, each with its CR LF: none that is between
+            the client and us alone, its key and its origin included.
         content_length: Length of the body in bytes; 0 without one, `None` for a chunked body.
         keep_alive: Whether the client lets the connection go on.
         http_1_0: Whether the client speaks HTTP/1.0, and so cannot read chunks.
@@ -85,20 +91,18 @@ class RequestHead(msgspec.Struct, frozen=True):
 
     method: str
     target: bytes
+    path: str
     headers: Headers
+    first: dict[bytes, bytes]
+    forwarded: bytes
     content_length: int | None
     keep_alive: bool
     http_1_0: bool
     expects_continue: bool
 
-    @property
-    def path(self) -> str:
-        """The target without its query; bytes that are not ASCII stay recognisably foreign."""
-        return self.target.partition(b"?")[0].decode("latin-1")
-
     def get(self, name: bytes) -> bytes | None:
         """Return the first value of a header whose name is given in lower case."""
-        return next((value for key, value in self.headers if key == name), None)
+        return self.first.get(name)
 
 
 class _HeadReader:
@@ -149,54 +153,46 @@ def _checked(
     method: str, target: bytes, headers: list[tuple[bytes, bytes]], *, http_1_0: bool
 ) -> RequestHead:
     """Make a head of headers whose framing keeps to the rules."""
-    hosts = 0
-    lengths: list[bytes] = []
-    codings: list[bytes] = []
-    expectations: list[bytes] = []
-    connection = b""
-    for name, value in headers:
-        if name not in _OF_THE_FRAMING:
-            continue
-        if name == b"host":
-            hosts += 1
-        elif name == b"content-length":
-            lengths.append(value)
-        elif name == b"connection":
-            connection += value.lower() + b","
-        elif name == b"transfer-encoding":
-            codings.append(value)
-        else:
-            expectations.append(value)
+    names = [name for name, _ in headers]
+    first = dict(reversed(headers))
+    hosts = names.count(b"host")
     if hosts > 1 or (not hosts and not http_1_0):
         raise BadRequestError(400, "a request carries exactly one Host header")
-    tokens = {token.strip() for token in connection.split(b",")} if connection else ()
+    tokens: frozenset[bytes] = frozenset()
+    if b"connection" in first:
+        said = b",".join(value for name, value in headers if name == b"connection").lower()
+        tokens = frozenset(token.strip() for token in said.split(b","))
+    dropped = _NOT_FORWARDED | tokens if tokens - _USUAL_TOKENS else _NOT_FORWARDED
     return RequestHead(
         method=method,
         target=target,
+        path=target.partition(b"?")[0].decode("latin-1"),
         headers=tuple(headers),
-        content_length=_body_length(lengths, codings, http_1_0=http_1_0),
+        first=first,
+        forwarded=b"".join([b"%s: %s\r\n" % h for h in headers if h[0] not in dropped]),
+        content_length=_body_length(names, first, http_1_0=http_1_0),
         keep_alive=b"keep-alive" in tokens if http_1_0 else b"close" not in tokens,
         http_1_0=http_1_0,
-        expects_continue=_expects_continue(expectations, http_1_0=http_1_0),
+        expects_continue=b"expect" in first and _expects_continue(headers, http_1_0=http_1_0),
     )
 
 
-def _body_length(lengths: list[bytes], codings: list[bytes], *, http_1_0: bool) -> int | None:
-    if codings:
-        if http_1_0 or lengths or [c.lower() for c in codings] != [b"chunked"]:
+def _body_length(names: list[bytes], first: dict[bytes, bytes], *, http_1_0: bool) -> int | None:
+    length, coding = first.get(b"content-length"), first.get(b"transfer-encoding")
+    if coding is not None:
+        several = names.count(b"transfer-encoding") > 1
+        if http_1_0 or length is not None or several or coding.lower() != b"chunked":
             raise BadRequestError(400, "the only transfer coding is `chunked`, alone, on HTTP/1.1")
         return None
-    if not lengths:
+    if length is None:
         return 0
-    if len(lengths) > 1 or not lengths[0].isdigit():
+    if names.count(b"content-length") > 1 or not length.isdigit():
         raise BadRequestError(400, "Content-Length must be one number")
-    return int(lengths[0])
+    return int(length)
 
 
-def _expects_continue(expectations: list[bytes], *, http_1_0: bool) -> bool:
-    if not expectations:
-        return False
-    if [e.lower() for e in expectations] != [b"100-continue"]:
+def _expects_continue(headers: list[tuple[bytes, bytes]], *, http_1_0: bool) -> bool:
+    if any(name == b"expect" and value.lower() != b"100-continue" for name, value in headers):
         raise BadRequestError(417, "the only expectation that can be met is 100-continue")
     return not http_1_0  # RFC 9110, 10.1.1: ignored in an HTTP/1.0 request
 
@@ -256,54 +252,38 @@ def too_large(limit_bytes: int) -> str:
 
 
 def request_bytes(
-    method: str,
-    target: bytes,
-    headers: Sequence[tuple[bytes, bytes]],
-    body: bytes,
-    *,
-    host: bytes,
-    close: bool,
+    method: str, target: bytes, lines: bytes, body: bytes, *, host: bytes, close: bool
 ) -> bytes:
     """Build the request that a backend sees: one framing, no hop-by-hop header.
 
     Args:
         method: The method.
         target: Path and query.
-        headers: The client's headers, names in lower case.
+        lines: Header lines, each with its CR LF, of which none frames the body.
         body: The whole body.
         host: Value of `Host`.
         close: Whether to ask for the connection to be closed after the reply.
     """
-    dropped = _OURS_UPSTREAM
-    lines = [f"{method} ".encode("ascii"), target, b" HTTP/1.1\r\nhost: ", host, b"\r\n"]
-    for name, value in headers:
-        if name == b"connection" and len(value) > _LONGEST_PLAIN_CONNECTION:
-            dropped = dropped | {token.strip().lower() for token in value.split(b",")}
-    for name, value in headers:
-        if name not in dropped:
-            lines += (name, b": ", value, b"\r\n")
+    first = b"%s %s HTTP/1.1\r\nhost: %s\r\n" % (method.encode("ascii"), target, host)
+    length = b""
     if body or method not in _BODILESS:
-        lines.append(b"content-length: %d\r\n" % len(body))
-    lines.append(b"connection: close\r\n\r\n" if close else b"\r\n")
-    lines.append(body)
-    return b"".join(lines)
+        length = b"content-length: %d\r\n" % len(body)
+    end = b"connection: close\r\n\r\n" if close else b"\r\n"
+    return b"".join((first, lines, length, end, body))
 
 
 class ResponseFramer:
     """Finds where a response ends; the bytes themselves are the caller's to pass on.
 
     Args:
-        to_head: Whether it answers a HEAD request, and so has no body.
         keep_body: Whether to keep the decoded body for `take_body`.
 
     Attributes:
         complete: The response is whole.
         between_chunks: The last byte seen ended a chunk, or the head.
-        keep_alive: The backend lets the connection go on after this response.
     """
 
-    def __init__(self, *, to_head: bool = False, keep_body: bool = False) -> None:
-        self._to_head = to_head
+    def __init__(self, *, keep_body: bool = False) -> None:
         self._parts: list[bytes] = []
         if keep_body:
             self.on_body = self._parts.append
@@ -312,13 +292,11 @@ class ResponseFramer:
         self.head_complete = False
         self.complete = False
         self.between_chunks = False
-        self.keep_alive = False
 
     def on_headers_complete(self) -> None:
         """Note that the head is whole (called by llhttp)."""
         self.head_complete = True
         self.between_chunks = True
-        self.keep_alive = bool(self._parser.should_keep_alive())  # llhttp forgets it at the end
 
     def on_chunk_header(self) -> None:
         """Note that a chunk has begun (called by llhttp)."""
@@ -337,11 +315,6 @@ class ResponseFramer:
         """The status code, once the head is whole."""
         return int(self._parser.get_status_code())
 
-    @property
-    def bodiless(self) -> bool:
-        """Whether a response of this status, to this method, ends with its head."""
-        return self._to_head or self.status in (_NO_CONTENT, _NOT_MODIFIED)
-
     def take_body(self) -> bytes:
         """Return what of the body was decoded since the last call."""
         body = b"".join(self._parts)
@@ -353,44 +326,61 @@ class ResponseHead(msgspec.Struct, frozen=True):
     """A response head on its way to the client.
 
     Args:
+        status: The status code.
         lines: Status line and header lines without the hop-by-hop ones, each with its CR LF, but
             with the transfer coding; the empty line is left to the caller.
         chunked: Whether the body comes in chunks.
         length: Value of `Content-Length`, or `None`.
         event_stream: Whether the body is `text/event-stream`.
+        keep_alive: Whether the backend lets the connection go on.
     """
 
+    status: int
     lines: bytes
     chunked: bool
     length: int | None
     event_stream: bool
+    keep_alive: bool
 
 
 def response_head(raw: bytes) -> ResponseHead:
     """Take a backend's response head apart, leaving out what is between it and us alone.
 
     Args:
-        raw: The head with its empty line, already accepted by a `ResponseFramer`.
+        raw: The head with its empty line.
+
+    Raises:
+        ValueError: It is no response head.
     """
     status, *fields = raw[:-4].split(b"\r\n")
+    if not status.startswith((b"HTTP/1.1 ", b"HTTP/1.0 ")):
+        raise ValueError("no HTTP/1 status line")
     kept = [b"HTTP/1.1" + status[8:]]
     chunked, length, event_stream = False, None, False
+    keep_alive = status.startswith(b"HTTP/1.1")
     for field in fields:
-        name, _, value = field.partition(b":")
+        name, colon, value = field.partition(b":")
         name = name.lower()
+        if not colon:
+            raise ValueError("a header line has no colon")
         if name == b"content-length":
             length = int(value)
         elif name == b"transfer-encoding":
             chunked = b"chunked" in value.lower()
         elif name == b"content-type":
             event_stream = value.lstrip().startswith(b"text/event-stream")
+        elif name == b"connection":
+            keep_alive = keep_alive and b"close" not in value.lower()
+            continue
         elif name in _HOP_BY_HOP or name.startswith(b"access-control-"):
-            continue  # a llama-server echoes any origin; which may read is the door's to say
+            continue  # a llama-server echoes any origin; who may read is the door's to say
         kept.append(field)
     if event_stream:
         kept.append(b"X-Accel-Buffering: no")  # nginx in front of us passes each event on
     kept.append(b"")
-    return ResponseHead(b"\r\n".join(kept), chunked, length, event_stream)
+    return ResponseHead(
+        int(status[9:12]), b"\r\n".join(kept), chunked, length, event_stream, keep_alive
+    )
 
 
 def without(lines: bytes, *names: bytes) -> bytes:

@@ -55,7 +55,7 @@ _REASONS = {
     503: b"Service Unavailable",
     505: b"HTTP Version Not Supported",
 }
-_NO_HEAD = RequestHead("GET", b"/", (), 0, keep_alive=False, http_1_0=False, expects_continue=False)
+_NO_HEAD = parse_head(b"GET / HTTP/1.1\r\nHost: -\r\nConnection: close\r\n\r\n")
 
 
 class LeftError(Exception):

@@ -93,7 +93,7 @@ class Desk:
             return await connection.answer(head, 204, b"", lines=lines)
         choice = route.choose(head.method, head.path)
         if choice == "relayed":
-            more = () if given else ((HEADER, request_id.encode()),)
+            more = b"" if given else b"x-request-id: %s\r\n" % request_id.encode()
             return await self._answer_relayed(connection, head, body, lines, more)
         if isinstance(choice, route.Order):
             return await self._obey(connection, head, choice, lines)
@@ -157,6 +157,8 @@ class Desk:
         """Do what a person asked for, and say how that went."""
         if order.verb == "logs":
             return await self._send_logs(connection, head, order.backend, lines)
+        if order.verb == "clear" and b"full=1" in head.target.partition(b"?")[2].split(b"&"):
+            order = msgspec.structs.replace(order, full=True)
         done = await self._orders.obey(order)
         if isinstance(done, Refusal):
             return await connection.answer_refusal(head, done, lines)
@@ -184,10 +186,13 @@ class Desk:
     # ---------------------------------------------------------------- what a backend answers
 
     async def _answer_relayed(
-        self, connection: Connection, head: RequestHead, body: bytes, lines: bytes, more: Headers
+        self, connection: Connection, head: RequestHead, body: bytes, lines: bytes, more: bytes
     ) -> bool:
-        peek = wire.peek(body) if body else wire.Peek()
-        backend = self._house.pick(head.path, peek.model)
+        only = self._house.only()
+        peek = wire.Peek()
+        if body and (only is None or self._ping_s or only.plan.assemble):
+            peek = wire.peek(body)
+        backend = only or self._house.pick(head.path, peek.model)
         if isinstance(backend, Refusal):
             self.counters.refuse(backend.code)
             return await connection.answer_refusal(head, backend, lines)
@@ -252,6 +257,8 @@ class Desk:
         try:
             go_on = await relay(errand, connection.sock, lease, self._pump, heartbeat)
             whole = True
+            if lease.tail:
+                backend.prompts.note(errand.head.path, errand.body, b"".join(lease.tail))
         except GoneError:
             whole = True  # no slot works for it any more
             raise
@@ -288,7 +295,7 @@ def _errand(
     body: bytes,
     peek: wire.Peek,
     lines: bytes,
-    more: Headers,
+    more: bytes,
 ) -> Errand:
     """Prepare a request for its backend; bodies of llama-server backends pass unchanged."""
     plan = backend.plan

@@ -71,10 +71,12 @@ class House:
         """Return the processes that are waited for here."""
         return frozenset(pid for backend in self._backends.values() for pid in backend.pids())
 
+    def only(self) -> Backend | None:
+        """Return the backend that takes every request, where there is but one."""
+        return next(iter(self._backends.values())) if len(self._backends) == 1 else None
+
     def pick(self, path: str, model: str) -> Backend | Refusal:
-        """Return the backend that takes a request, or why none does."""
-        if len(self._backends) == 1:
-            return next(iter(self._backends.values()))
+        """Return which of several backends takes a request, or why none does."""
         picked = route.pick([b.plan for b in self._backends.values()], path, model)
         return picked if isinstance(picked, Refusal) else self._backends[picked]
 
@@ -163,6 +165,28 @@ class House:
             await backend.wait_for(lambda v: not v.in_flight)
         await self._stop_one(backend)
         backend.retire()
+
+    def renew(self, backend: Backend) -> bool:
+        """Restart a backend behind the traffic; return whether it runs at all.
+
+        Requests that it works on go on for `drain_s`; those that come meanwhile wait in line.
+        """
+        if not backend.view().state.live:
+            return False
+        if not backend.held:
+            self._nursery.start_soon(self._renew, backend)
+        return True
+
+    async def _renew(self, backend: Backend) -> None:
+        backend.held = True
+        try:
+            with trio.move_on_after(self.plan.server.drain_s or float("inf")):
+                await backend.wait_for(lambda v: not v.in_flight)
+            backend.halt()
+            backend.want()
+            await backend.wait_for(lambda v: v.state is not State.READY)
+        finally:
+            backend.held = False
 
     async def stop(self) -> None:
         """Stop every backend, the last started first."""

@@ -25,9 +25,7 @@ import msgspec
 import trio
 
 from onebit_serve.core import wire
-from onebit_serve.core.access import upstream_headers
 from onebit_serve.core.http import (
-    Headers,
     RequestHead,
     ResponseFramer,
     ResponseHead,
@@ -45,6 +43,7 @@ __all__ = ["ClientGoneError", "CutError", "Errand", "relay"]
 _BLOCK_BYTES = 65536
 _HEAD_LIMIT_BYTES = 65536
 _OK, _SERVER_ERROR = 200, 500
+_BODILESS = (204, 304)
 _REPLY_LIMIT_BYTES = 64 << 20  # of replies that must be held whole to be put together
 
 
@@ -73,7 +72,7 @@ class Errand(msgspec.Struct, frozen=True):
         stream: Whether a stream is asked for; llama-server closes after it without saying so.
         assemble: The reply comes as a stream and must leave as one body.
         model: The id to put into `model` of the reply, or empty to leave it alone.
-        more: Headers of ours for the backend.
+        more: Header lines of ours for the backend, each with its CR LF.
         lines: Header lines of ours for the reply, each with its CR LF.
     """
 
@@ -82,7 +81,7 @@ class Errand(msgspec.Struct, frozen=True):
     stream: bool = False
     assemble: bool = False
     model: str = ""
-    more: Headers = ()
+    more: bytes = b""
     lines: bytes = b""
 
 
@@ -110,20 +109,21 @@ async def relay(
         CutError: It failed after that; the client's connection must be closed now.
         ClientGoneError: The client could not be written to.
     """
-    opened = await _ask(errand, lease)
-    sock, framer, raw_head, _ = opened
+    reply = await _ask(errand, lease)
+    sock, head = reply.sock, reply.head
     finished = False
     try:
-        head = response_head(raw_head)
-        fatal = framer.status >= _SERVER_ERROR and wire.is_fatal(opened[3])
-        lease.note_status(framer.status, fatal=fatal)
+        fatal = head.status >= _SERVER_ERROR and wire.is_fatal(reply.rest)
+        lease.note_status(head.status, fatal=fatal)
+        if lease.tail is not None:
+            lease.tail.append(reply.rest)
         if heartbeat is not None and await heartbeat.stop():
-            go_on = await _join(errand, client, opened, head, lease, pump)
+            go_on = await _join(errand, client, reply, lease, pump)
         elif errand.assemble or errand.model:
-            go_on = await _translate(errand, client, opened, head)
+            go_on = await _translate(errand, client, reply)
         else:
-            go_on = await _copy(errand, client, opened, head, lease, pump)
-        finished = framer.complete and framer.keep_alive
+            go_on = await _copy(errand, client, reply, lease, pump)
+        finished = reply.whole and head.keep_alive
     finally:
         lease.sock = None
         if finished and not errand.stream and not head.event_stream:
@@ -133,40 +133,61 @@ async def relay(
     return go_on
 
 
-_Opened = tuple[socket.socket, ResponseFramer, bytes, bytes]
+class _Reply(msgspec.Struct):
+    """A backend's reply whose head is here.
+
+    Args:
+        sock: The connection it comes on.
+        head: Its head.
+        rest: What of its body came with the head.
+        framer: Finds its end; `None` where all of it is here already.
+        bodiless: Whether it ends with its head.
+    """
+
+    sock: socket.socket
+    head: ResponseHead
+    rest: bytes
+    framer: ResponseFramer | None
+    bodiless: bool
+
+    @property
+    def whole(self) -> bool:
+        """Whether all of it has come."""
+        return self.bodiless or self.framer is None or self.framer.complete
+
+    @property
+    def ends_with_connection(self) -> bool:
+        """Whether nothing but the end of the connection tells where it ends."""
+        return not self.head.chunked and self.head.length is None
 
 
-async def _ask(errand: Errand, lease: Lease) -> _Opened:
+async def _ask(errand: Errand, lease: Lease) -> _Reply:
     """Send the request and wait for the reply's head."""
-    head = errand.head
+    head, upstream = errand.head, lease.upstream
     data = request_bytes(
         head.method,
         head.target,
-        (*upstream_headers(head.headers, lease.upstream.key), *errand.more),
+        b"".join((head.forwarded, upstream.key_line, errand.more)),
         errand.body,
-        host=lease.upstream.host,
+        host=upstream.host,
         close=errand.stream or errand.assemble,
     )
-    kept = lease.upstream.reuse()
+    kept = upstream.reuse()
     if kept is not None:
         try:
             return await _exchange_heads(errand, kept, data, lease)
         except _SilentlyGoneError:
             if not lease.alive():
                 raise
-    return await _exchange_heads(errand, await lease.upstream.connect(), data, lease)
+    return await _exchange_heads(errand, await upstream.connect(), data, lease)
 
 
 class _SilentlyGoneError(GoneError):
     """The connection ended before a single byte of a reply."""
 
 
-async def _exchange_heads(
-    errand: Errand, sock: socket.socket, data: bytes, lease: Lease
-) -> _Opened:
+async def _exchange_heads(errand: Errand, sock: socket.socket, data: bytes, lease: Lease) -> _Reply:
     lease.sock = sock
-    keep_body = errand.assemble or bool(errand.model) or errand.head.http_1_0
-    framer = ResponseFramer(to_head=errand.head.method == "HEAD", keep_body=keep_body)
     received = b""
     try:
         try:
@@ -178,10 +199,8 @@ async def _exchange_heads(
         while True:
             end = received.find(b"\r\n\r\n") + 4
             if end >= 4:  # noqa: PLR2004 - that is, found
-                raw_head = received[:end]
-                if raw_head[9:10] != b"1":
-                    _feed(framer, received)
-                    return sock, framer, raw_head, received[end:]
+                if received[9:10] != b"1":
+                    return _reply(errand, sock, received, end)
                 received = received[end:]  # 100 and its like say nothing that a client waits for
                 continue
             if not received.startswith(b"HTTP/"[: len(received)]):
@@ -203,6 +222,27 @@ async def _exchange_heads(
         lease.sock = None
         sock.close()
         raise
+
+
+def _reply(errand: Errand, sock: socket.socket, received: bytes, end: int) -> _Reply:
+    """Read the head of what was received; what follows `end` is the beginning of the body.
+
+    A body of known length that came whole with its head needs nothing that finds its end.
+    """
+    try:
+        head = response_head(received[:end])
+    except ValueError as error:
+        raise GoneError(f"the backend's reply is no HTTP: {error}") from None
+    rest = received[end:]
+    to_head = errand.head.method == "HEAD"
+    bodiless = to_head or head.status in _BODILESS
+    keep_body = errand.assemble or bool(errand.model) or errand.head.http_1_0
+    if not keep_body and not head.chunked and head.length == len(rest):
+        return _Reply(sock, head, rest, None, bodiless)
+    framer = ResponseFramer(keep_body=keep_body)
+    if not bodiless:
+        _feed(framer, received)
+    return _Reply(sock, head, rest, framer, bodiless)
 
 
 def _what_is_there(sock: socket.socket) -> bytes:
@@ -227,10 +267,10 @@ async def _send(client: socket.socket, data: bytes) -> None:
         raise ClientGoneError from None
 
 
-def _closing(errand: Errand, head: ResponseHead, framer: ResponseFramer) -> bool:
+def _closing(errand: Errand, reply: _Reply) -> bool:
     """Tell whether the client's connection must close after this reply."""
-    framed = head.chunked or head.length is not None or framer.bodiless
-    return not errand.head.keep_alive or errand.head.http_1_0 or not framed
+    unframed = reply.ends_with_connection and not reply.bodiless
+    return not errand.head.keep_alive or errand.head.http_1_0 or unframed
 
 
 def _ending(closing: bool) -> bytes:  # noqa: FBT001
@@ -238,30 +278,23 @@ def _ending(closing: bool) -> bytes:  # noqa: FBT001
 
 
 async def _copy(
-    errand: Errand,
-    client: socket.socket,
-    opened: _Opened,
-    head: ResponseHead,
-    lease: Lease,
-    pump: Pump,
+    errand: Errand, client: socket.socket, reply: _Reply, lease: Lease, pump: Pump
 ) -> bool:
     """Pass the reply on as it is; for HTTP/1.0 clients without its chunks."""
-    _, framer, _, rest = opened
-    closing = _closing(errand, head, framer)
+    head, lines, rest = reply.head, reply.head.lines, reply.rest
+    closing = _closing(errand, reply)
     unchunk = errand.head.http_1_0 and head.chunked
-    lines = head.lines
-    if unchunk:
-        lines, rest = without(lines, b"transfer-encoding"), framer.take_body()
+    if unchunk and reply.framer:
+        lines, rest = without(lines, b"transfer-encoding"), reply.framer.take_body()
     last = b"".join((lines, errand.lines, _ending(closing), rest))
     await _send(client, last)
-    await _carry(client, opened, head, lease, pump, last=last, unchunk=unchunk)
+    await _carry(client, reply, lease, pump, last=last, unchunk=unchunk)
     return not closing
 
 
 async def _carry(
     client: socket.socket,
-    opened: _Opened,
-    head: ResponseHead,
+    reply: _Reply,
     lease: Lease,
     pump: Pump,
     *,
@@ -269,45 +302,41 @@ async def _carry(
     unchunk: bool = False,
 ) -> None:
     """Have the rest of a body moved to the client; `last` is what it was sent before that."""
-    sock, framer, _, _ = opened
-    if framer.complete or framer.bodiless:
+    framer = reply.framer
+    if framer is None or reply.whole:
         return
-    ended, moved = await pump.carry(sock, client, framer, lease, unchunk=unchunk)
+    ended, moved = await pump.carry(reply.sock, client, framer, lease, unchunk=unchunk)
     if ended is Ended.CLIENT_GONE:
         raise ClientGoneError
-    to_the_end = not head.chunked and head.length is None
-    if ended is Ended.BACKEND_GONE and not to_the_end:
-        await _cut(client, head, framer, moved or last)
+    if ended is Ended.BACKEND_GONE and not reply.ends_with_connection:
+        in_chunks = framer.between_chunks and reply.head.chunked and not unchunk
+        await _cut(client, reply, moved or last, in_chunks=in_chunks)
 
 
 async def _join(
-    errand: Errand,
-    client: socket.socket,
-    opened: _Opened,
-    head: ResponseHead,
-    lease: Lease,
-    pump: Pump,
+    errand: Errand, client: socket.socket, reply: _Reply, lease: Lease, pump: Pump
 ) -> bool:
     """Go on with an event stream that has begun; whatever is no stream becomes an event of it."""
-    _, framer, _, rest = opened
-    closing = not errand.head.keep_alive
-    if not (head.event_stream and head.chunked and framer.status == _OK):
-        event = b"data: " + b" ".join((await _whole_body(opened, head)).splitlines()) + b"\n\n"
+    head, rest = reply.head, reply.rest
+    if not (head.event_stream and head.chunked and head.status == _OK):
+        said = await _whole_body(reply)
+        event = b"data: " + b" ".join(said.splitlines()) + b"\n\n"
+        if not said:  # it came in chunks, which are not kept
+            message = f"the backend answered with HTTP {head.status}"
+            event = wire.error_event(wire.Refusal(502, message, "backend_error"))
         await _send(client, b"%x\r\n%s\r\n0\r\n\r\n" % (len(event), event))
     elif errand.model:
-        await _rename_events(errand, client, opened, head)
+        await _rename_events(errand, client, reply)
     else:
         await _send(client, rest)
-        await _carry(client, opened, head, lease, pump, last=rest)
-    return not closing
+        await _carry(client, reply, lease, pump, last=rest or b"\n\n\r\n")
+    return errand.head.keep_alive
 
 
-async def _cut(
-    client: socket.socket, head: ResponseHead, framer: ResponseFramer, last: bytes
-) -> None:
+async def _cut(client: socket.socket, reply: _Reply, last: bytes, *, in_chunks: bool) -> None:
     """Tell an event stream what happened where its framing allows it, and raise `CutError`."""
     reason = "the backend ended in mid-reply"
-    if head.event_stream and head.chunked and framer.between_chunks and last.endswith(b"\r\n"):
+    if reply.head.event_stream and in_chunks and last.endswith(b"\r\n"):
         event = wire.error_event(wire.Refusal(502, reason, "backend_gone"))
         if not last.endswith(b"\n\n\r\n"):
             event = b"\n\n" + event
@@ -315,18 +344,17 @@ async def _cut(
     raise CutError(reason)
 
 
-async def _translate(
-    errand: Errand, client: socket.socket, opened: _Opened, head: ResponseHead
-) -> bool:
+async def _translate(errand: Errand, client: socket.socket, reply: _Reply) -> bool:
     """Pass on a reply whose body is not the backend's own: put together, or with another model."""
+    head = reply.head
     closing = not errand.head.keep_alive or errand.head.http_1_0
     lines = without(head.lines, b"transfer-encoding", b"content-length")
     ours = (errand.lines, _ending(closing))
     if head.event_stream and not errand.assemble and not errand.head.http_1_0:
         await _send(client, b"".join((lines, b"Transfer-Encoding: chunked\r\n", *ours)))
-        await _rename_events(errand, client, opened, head)
+        await _rename_events(errand, client, reply)
         return not closing
-    whole = await _whole_body(opened, head)
+    whole = await _whole_body(reply)
     if errand.assemble and head.event_stream:
         assembler = wire.Assembler(errand.body)
         assembler.feed(whole)
@@ -342,12 +370,10 @@ async def _translate(
     return not closing
 
 
-async def _rename_events(
-    errand: Errand, client: socket.socket, opened: _Opened, head: ResponseHead
-) -> None:
+async def _rename_events(errand: Errand, client: socket.socket, reply: _Reply) -> None:
     events = wire.EventReader()
     try:
-        async with aclosing(_pieces(opened, head)) as pieces:
+        async with aclosing(_pieces(reply)) as pieces:
             async for piece in pieces:
                 out = b"".join(
                     b"data: " + wire.rename(event, errand.model) + b"\n\n"
@@ -356,14 +382,13 @@ async def _rename_events(
                 if out:
                     await _send(client, b"%x\r\n%s\r\n" % (len(out), out))
     except GoneError:
-        opened[1].between_chunks = True  # of the chunks that we made
-        await _cut(client, head, opened[1], b"\n\n\r\n")
+        await _cut(client, reply, b"\n\n\r\n", in_chunks=True)  # those that we made
     await _send(client, b"0\r\n\r\n")
 
 
-async def _whole_body(opened: _Opened, head: ResponseHead) -> bytes:
+async def _whole_body(reply: _Reply) -> bytes:
     parts, size_bytes = [], 0
-    async with aclosing(_pieces(opened, head)) as pieces:
+    async with aclosing(_pieces(reply)) as pieces:
         async for piece in pieces:
             parts.append(piece)
             size_bytes += len(piece)
@@ -372,19 +397,21 @@ async def _whole_body(opened: _Opened, head: ResponseHead) -> bytes:
     return b"".join(parts)
 
 
-async def _pieces(opened: _Opened, head: ResponseHead) -> AsyncGenerator[bytes, None]:
+async def _pieces(reply: _Reply) -> AsyncGenerator[bytes, None]:
     """Yield the decoded body as it comes; `GoneError` where it ends too early."""
-    sock, framer, _, _ = opened
-    to_the_end = not head.chunked and head.length is None
+    framer = reply.framer
+    if framer is None:
+        yield reply.rest
+        return
     while True:
         piece = framer.take_body()
         if piece:
             yield piece
-        if framer.complete or framer.bodiless:
+        if reply.whole:
             return
-        block = await receive(sock)
+        block = await receive(reply.sock)
         if not block:
-            if to_the_end:
+            if reply.ends_with_connection:
                 return
             raise GoneError("the backend ended in mid-reply")
         _feed(framer, block)

@@ -16,7 +16,6 @@ from contextlib import aclosing, asynccontextmanager
 import httptools
 import trio
 
-from onebit_serve.core.access import upstream_headers
 from onebit_serve.core.http import Reply, ResponseFramer, request_bytes
 
 __all__ = ["HOST", "GoneError", "Upstream", "exchange", "open_stream", "receive", "send_all"]
@@ -82,12 +81,12 @@ class Upstream:
 
     Attributes:
         host: Value of `Host` for it.
-        key: Its API key, or `None`.
+        key_line: The header line with its API key, or empty.
     """
 
     def __init__(self, port: int, key: str = "") -> None:
         self.port = port
-        self.key = key or None
+        self.key_line = b"authorization: Bearer %s\r\n" % key.encode() if key else b""
         self.host = b"%s:%d" % (HOST.encode(), port)
         self._idle: list[tuple[float, socket.socket]] = []
         self._closed = False
@@ -208,9 +207,9 @@ async def open_stream(
         GoneError: No connection, or it ended before the head was whole.
     """
     upstream = Upstream(port, key)
-    kind = ((b"content-type", b"application/json"),) if body else ()
-    headers = upstream_headers(kind, upstream.key)
-    request = request_bytes(method, target.encode(), headers, body, host=upstream.host, close=True)
+    kind = b"content-type: application/json\r\n" if body else b""
+    lines = kind + upstream.key_line
+    request = request_bytes(method, target.encode(), lines, body, host=upstream.host, close=True)
     sock = await upstream.connect()
     try:
         framer = ResponseFramer(keep_body=True)

@@ -307,15 +307,3 @@ def test_a_host_that_others_can_reach_needs_a_key_or_the_flag(host, keys, remote
     else:
         with pytest.raises(UsageError, match="reached from other machines"):
             access.check_listening(host, has_keys=keys, allow_remote=remote)
-
-
-def test_a_backend_gets_its_own_key_and_not_the_clients():
-    given = {"Authorization": "Bearer first-key", "X-Api-Key": "first-key", "Origin": "http://x"}
-    head = request("POST", CHAT, **given, X_Other="1")
-    sent = access.upstream_headers(head.headers, "child")
-    assert sent == (
-        (b"host", b"127.0.0.1:8000"),
-        (b"x-other", b"1"),
-        (b"authorization", b"Bearer child"),
-    )
-    assert b"first-key" not in repr(access.upstream_headers(head.headers, None)).encode()

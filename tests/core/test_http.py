@@ -49,10 +49,7 @@ def test_a_chunked_body_has_no_length():
 def test_an_offer_to_upgrade_is_declined_by_ignoring_it():
     parsed = parse_head(head(HOST, b"Connection: upgrade", b"Upgrade: h2c", method=b"GET"))
     assert parsed.method == "GET"
-    sent = http.request_bytes(
-        parsed.method, parsed.target, parsed.headers, b"", host=b"h", close=True
-    )
-    assert b"upgrade" not in sent.lower()
+    assert parsed.forwarded == b""
 
 
 def test_expect_is_noted_on_1_1_and_ignored_on_1_0():
@@ -140,15 +137,16 @@ def test_the_backend_sees_one_length_and_no_hop_by_hop_header():
             b"Proxy-Authorization: Basic eA==",
             b"Expect: 100-continue",
             b"Authorization: Bearer k",
+            b"X-Api-Key: k",
+            b"Origin: http://elsewhere",
             b"Accept: */*",
         )
     )
     sent = http.request_bytes(
-        "POST", b"/x", parsed.headers, b"{}", host=b"127.0.0.1:9", close=False
+        "POST", b"/x", parsed.forwarded, b"{}", host=b"127.0.0.1:9", close=False
     )
     assert sent == (
-        b"POST /x HTTP/1.1\r\nhost: 127.0.0.1:9\r\nauthorization: Bearer k\r\naccept: */*\r\n"
-        b"content-length: 2\r\n\r\n{}"
+        b"POST /x HTTP/1.1\r\nhost: 127.0.0.1:9\r\naccept: */*\r\ncontent-length: 2\r\n\r\n{}"
     )
 
 
@@ -234,10 +232,31 @@ def test_between_chunks_is_known():
     assert framer.between_chunks
 
 
-def test_a_reply_to_head_has_no_body():
-    framer = ResponseFramer(to_head=True)
-    framer.feed(b"HTTP/1.1 200 OK\r\nContent-Length: 500\r\n\r\n")
-    assert framer.bodiless
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"SPDY/3 200 OK\r\n\r\n",
+        b"HTTP/2 200 OK\r\n\r\n",
+        b"HTTP/1.1 two hundred\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nno colon\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: many\r\n\r\n",
+    ],
+)
+def test_what_is_no_response_head_is_not_taken_for_one(raw):
+    with pytest.raises(ValueError, match=r".+"):
+        http.response_head(raw)
+
+
+@pytest.mark.parametrize(
+    ("raw", "keep_alive"),
+    [
+        (b"HTTP/1.1 200 OK\r\n\r\n", True),
+        (b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n", False),
+        (b"HTTP/1.0 200 OK\r\n\r\n", False),
+    ],
+)
+def test_a_backend_says_whether_its_connection_goes_on(raw, keep_alive):
+    assert http.response_head(raw).keep_alive is keep_alive
 
 
 def test_a_response_head_loses_what_is_between_us_and_the_backend():
