@@ -275,30 +275,31 @@ def test_a_configuration_may_begin_with_a_byte_order_mark(place, capsys):
 
 @pytest.mark.parametrize(("error", "code"), [(PortTakenError, 3), (BackendError, 1)])
 @pytest.mark.usefixtures("place")
-def test_every_error_has_its_exit_code(capsys, monkeypatch, error, code):
+def test_every_error_has_its_exit_code(capsys, monkeypatch, served, error, code):
     def bind(_host: str, _port: int) -> None:
         raise error("it is so", hint="do this")
 
-    module = SimpleNamespace(bind=bind, run=None)
-    monkeypatch.setitem(sys.modules, "onebit_serve.serve", module)
+    monkeypatch.setattr(listener, "bind", bind)
     assert main(["serve", "-m", "m.gguf"]) == code
     assert capsys.readouterr().err == "error: it is so\nhint: do this\n"
+    assert served == []
 
 
-@pytest.mark.usefixtures("place")
+@pytest.mark.usefixtures("place", "served")
 def test_the_exit_code_of_the_run_is_that_of_the_command(monkeypatch):
-    module = SimpleNamespace(bind=lambda *_: None, run=lambda *_: 130)
+    module = SimpleNamespace(run=lambda *_: 130)
     monkeypatch.setitem(sys.modules, "onebit_serve.serve", module)
     assert main(["serve", "-m", "m.gguf"]) == 130
 
 
 @pytest.mark.usefixtures("place")
-def test_an_interrupt_before_anything_runs_shows_no_traceback(capsys, monkeypatch):
+def test_an_interrupt_before_anything_runs_shows_no_traceback(capsys, monkeypatch, served):
     def bind(_host: str, _port: int) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setitem(sys.modules, "onebit_serve.serve", SimpleNamespace(bind=bind, run=None))
+    monkeypatch.setattr(listener, "bind", bind)
     assert main(["serve", "-m", "m.gguf"]) == 0
+    assert served == []
     assert "Traceback" not in capsys.readouterr().err
 
 

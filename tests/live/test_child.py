@@ -83,12 +83,12 @@ async def test_the_last_lines_of_both_outputs_are_kept():
 
 
 async def test_output_is_told_of_as_it_comes():
-    heard = trio.Event()
+    heard: list[bytes] = []
     child = Child.spawn(["sh", "-c", "echo hello; read -r line"], dict(os.environ))
     # stdin is /dev/null, so `read` ends at once and so does the child
     with trio.fail_after(BOUND_S):
-        await child.run(heard.set)
-    assert heard.is_set()
+        await child.run(heard.append)
+    assert b"".join(heard) == b"hello\n"
 
 
 def test_a_tail_is_bounded_in_lines_and_in_their_length():
@@ -230,7 +230,7 @@ from onebit_serve.live.child import Child
 async def main():
     child = Child.spawn(sys.argv[1:], dict(os.environ))
     print(child.pid, flush=True)
-    await child.run(lambda: print(*child.tail.last(1), flush=True))
+    await child.run(lambda _: print(*child.tail.last(1), flush=True))
 
 trio.run(main)
 """
