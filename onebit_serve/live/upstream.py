@@ -97,7 +97,10 @@ class Upstream:
         Raises:
             GoneError: Nobody listens there.
         """
-        sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        try:
+            sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        except OSError as error:  # no descriptor is left
+            raise GoneError(f"no connection to port {self.port}: {error}") from None
         try:
             sock.setblocking(False)  # noqa: FBT003
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
