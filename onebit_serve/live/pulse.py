@@ -42,7 +42,7 @@ def take(pid: int) -> Pulse | None:
     try:
         process = psutil.Process(pid)
         members = [process, *process.children(recursive=True)]
-    except psutil.Error:
+    except (psutil.Error, OSError):  # gone, or no descriptor is left to look with
         return None
     cpu_s, resident_bytes, read_bytes = 0.0, 0, 0
     for member in members:
