@@ -164,8 +164,8 @@ class Child:
 
     async def _wait_gone(self) -> None:
         """Wait until the child is a zombie, and kill what is left of its group."""
-        if hasattr(os, "pidfd_open"):
-            fd = os.pidfd_open(self.pid)
+        fd = self._pidfd()
+        if fd is not None:
             try:
                 await trio.lowlevel.wait_readable(fd)
             finally:
@@ -174,6 +174,15 @@ class Child:
             while not self._is_zombie():  # noqa: ASYNC110 - there is no event to wait for
                 await trio.sleep(_EXIT_POLL_S)
         self._signal(signal.SIGKILL)
+
+    def _pidfd(self) -> int | None:
+        """Return a pidfd, or `None` where the kernel has none or no descriptor is left."""
+        if not hasattr(os, "pidfd_open"):
+            return None
+        try:
+            return os.pidfd_open(self.pid)
+        except OSError:
+            return None
 
     def _is_zombie(self) -> bool:
         return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
