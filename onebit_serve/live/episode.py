@@ -349,10 +349,10 @@ def _look_every_s(limit_s: float, most_s: float) -> float:
 
 
 def _is_taken(port: int) -> bool:
-    with socket.socket() as sock:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
+    try:
+        with socket.socket() as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             sock.bind((HOST, port))
-        except OSError as error:
-            return error.errno == errno.EADDRINUSE
-        return False
+    except OSError as error:
+        return error.errno == errno.EADDRINUSE
+    return False
