@@ -357,7 +357,10 @@ async def _translate(errand: Errand, client: socket.socket, reply: _Reply) -> bo
     whole = await _whole_body(reply)
     if errand.assemble and head.event_stream:
         assembler = wire.Assembler(errand.body)
-        assembler.feed(whole)
+        try:
+            assembler.feed(whole)
+        except msgspec.DecodeError as error:
+            raise GoneError(f"the backend sent an event that is no JSON: {error}") from None
         lines = without(lines, b"content-type", b"x-accel-buffering")
         lines += b"Content-Type: application/json; charset=utf-8\r\n"
         if assembler.error is not None:

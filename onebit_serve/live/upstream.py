@@ -16,7 +16,7 @@ from contextlib import aclosing, asynccontextmanager
 import httptools
 import trio
 
-from onebit_serve.core.http import Reply, ResponseFramer, request_bytes
+from onebit_serve.core.http import Reply, ResponseFramer, request_bytes, response_head
 
 __all__ = ["HOST", "GoneError", "Upstream", "exchange", "open_stream", "receive", "send_all"]
 
@@ -151,12 +151,16 @@ class Stream:
         status: HTTP status.
         sock: The connection.
         framer: Which has seen the head already.
+        to_the_end: Whether the body ends with the connection, for want of length and chunks.
     """
 
-    def __init__(self, status: int, sock: socket.socket, framer: ResponseFramer) -> None:
+    def __init__(
+        self, status: int, sock: socket.socket, framer: ResponseFramer, *, to_the_end: bool
+    ) -> None:
         self.status = status
         self._sock = sock
         self._framer = framer
+        self._to_the_end = to_the_end
 
     async def pieces(self) -> AsyncGenerator[bytes, None]:
         """Yield the body as it comes.
@@ -173,6 +177,8 @@ class Stream:
                 return
             data = await receive(self._sock)
             if not data:
+                if self._to_the_end:
+                    return
                 raise GoneError("the backend closed the connection in mid-reply")
             _feed(framer, data)
 
@@ -220,12 +226,19 @@ async def open_stream(
             await send_all(sock, request)
         except OSError as error:
             raise GoneError(f"the backend closed the connection: {error}") from None
+        received = b""
         while not framer.head_complete:
             data = await receive(sock)
             if not data:
                 raise GoneError("the backend closed the connection without a reply")
             _feed(framer, data)
-        yield Stream(framer.status, sock, framer)
+            received += data
+        try:
+            head = response_head(received.partition(b"\r\n\r\n")[0] + b"\r\n\r\n")
+        except ValueError as error:
+            raise GoneError(f"the backend's reply is no HTTP: {error}") from None
+        to_the_end = not head.chunked and head.length is None
+        yield Stream(framer.status, sock, framer, to_the_end=to_the_end)
     finally:
         sock.close()
 

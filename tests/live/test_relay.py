@@ -489,3 +489,12 @@ def test_a_backend_that_dies_while_a_reply_is_put_together_is_502(
     reply = ask(assembling_scripts, SSE, *pieces, {"end": "close"}, path="/v1/chat/completions")
     assert reply.status_code == 502
     assert reply.json()["error"]["code"] == "backend_gone"
+
+
+def test_an_event_that_is_no_json_is_502_where_a_reply_is_put_together(
+    assembling_scripts: Front,
+) -> None:
+    steps = (SSE, chunk("data: {no json\n\n"), END, {"end": "close"})
+    reply = ask(assembling_scripts, *steps, path="/v1/chat/completions")
+    assert reply.status_code == 502
+    assert "no JSON" in reply.json()["error"]["message"]

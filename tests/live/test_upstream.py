@@ -175,3 +175,8 @@ async def test_sending_waits_for_a_slow_reader_and_loses_nothing():
             while len(got) < len(data):
                 got += await upstream.receive(right)
     assert got == data
+
+
+async def test_a_reply_with_neither_length_nor_chunks_ends_with_its_connection():
+    async with scripted(b"HTTP/1.1 200 OK\r\n\r\nall ", b"of it") as (port, _):
+        assert await ask(port, "GET", "/health") == Reply(200, b"all of it")
