@@ -45,7 +45,7 @@ _ANYBODY = -1  # the sender of events that are not news of one child
 _SETTLE_POLL_S = 0.25
 _PORT_TRIES = 5
 _FATAL_IN_A_ROW = 3
-_EXIT_NOTICE_S = 1.0
+_EXIT_NOTICE_S = 0.25
 _OK = 200
 
 
