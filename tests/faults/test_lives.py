@@ -381,3 +381,18 @@ def test_a_neighbour_of_the_same_name_survives_everything(serve, model, tmp_path
     finally:
         neighbour.kill()
         neighbour.wait()
+
+
+def test_without_descriptors_a_busy_server_goes_on(serve, row) -> None:
+    served = serve(backend("a", "tps=30", hang_s=1)).ready()
+    assert served.ask("a").status == 200
+    supervisor = psutil.Process(served.process.pid)
+    with served.stream("a", max_tokens=90).begun().raw as raw:
+        # the watch on its backend looks meanwhile, without a descriptor
+        limits = supervisor.rlimit(psutil.RLIMIT_NOFILE)
+        supervisor.rlimit(psutil.RLIMIT_NOFILE, (3, limits[1]))
+        assert b"data: [DONE]" in raw.rest()
+        supervisor.rlimit(psutil.RLIMIT_NOFILE, limits)
+    assert served.process.poll() is None, served.log
+    assert served.ask("a").status == 200
+    row("out of file descriptors", "ready, streaming", "answered", "goes on")
