@@ -108,9 +108,9 @@ class Upstream:
                 sock.connect((HOST, self.port))
             except BlockingIOError:
                 await trio.lowlevel.wait_writable(sock)
-                error = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-                if error:
-                    raise OSError(error, "connect") from None
+                code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+                if code:
+                    raise OSError(code, "connect") from None
         except OSError as error:
             sock.close()
             raise GoneError(f"no connection to port {self.port}: {error}") from None
