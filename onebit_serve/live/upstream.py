@@ -8,6 +8,7 @@ CPU a chunk, measured).
 
 from __future__ import annotations
 
+import errno
 import socket
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
@@ -18,7 +19,7 @@ import trio
 
 from onebit_serve.core.http import Reply, ResponseFramer, request_bytes, response_head
 
-__all__ = ["HOST", "GoneError", "Upstream", "exchange", "open_stream", "receive", "send_all"]
+__all__ = ["HOST", "DeafError", "GoneError", "Upstream", "exchange", "open_stream", "receive", "send_all"]
 
 HOST = "127.0.0.1"
 _BLOCK_BYTES = 65536
@@ -37,6 +38,10 @@ class GoneError(Exception):
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
         self.reason = reason
+
+
+class DeafError(GoneError):
+    """Nobody listens on the backend's port; one that was told to end by others closes it first."""
 
 
 async def receive(sock: socket.socket) -> bytes:
@@ -113,7 +118,8 @@ class Upstream:
                     raise OSError(code, "connect") from None
         except OSError as error:
             sock.close()
-            raise GoneError(f"no connection to port {self.port}: {error}") from None
+            kind = DeafError if error.errno == errno.ECONNREFUSED else GoneError
+            raise kind(f"no connection to port {self.port}: {error}") from None
         except BaseException:
             sock.close()
             raise
