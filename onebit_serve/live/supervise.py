@@ -91,6 +91,10 @@ class Lease:
             await self._episode.leaving.wait()
         return self._episode.leaving.is_set()
 
+    def note_deaf(self) -> None:
+        """Note that nobody listens on the child's port although it runs: it is to be replaced."""
+        self._backend.note_deaf(self._episode)
+
     def cut(self) -> None:
         """End the reply now, as if the child had: nothing more comes on its connection."""
         if self.sock is not None:
@@ -462,6 +466,11 @@ class Backend:
         if self._fatal_answers == _FATAL_IN_A_ROW:
             cause = f"{_FATAL_IN_A_ROW} answers in a row were HTTP {status} with a compute error"
             self._post(machine.Broken(cause), episode.number)
+
+    def note_deaf(self, episode: Episode) -> None:
+        """Replace a child that takes no connections any more."""
+        if self._life.state is State.READY:
+            self._post(machine.Broken("it listens no longer"), episode.number)
 
     def take_back(self, lease: Lease, episode: Episode, *, whole: bool) -> None:
         """Count a request out; the slot of a client who left is busy until the backend says no."""
