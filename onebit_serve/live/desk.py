@@ -29,7 +29,7 @@ from onebit_serve.live.orders import Orders
 from onebit_serve.live.pump import Pump
 from onebit_serve.live.relay import ClientGoneError, CutError, Errand, relay
 from onebit_serve.live.supervise import Backend, Lease, RefusedError
-from onebit_serve.live.upstream import GoneError
+from onebit_serve.live.upstream import DeafError, GoneError
 
 __all__ = ["Desk"]
 
@@ -237,7 +237,7 @@ class Desk:
                 return "answered", await self._relay(connection, backend, lease, errand, heartbeat)
             except GoneError as error:
                 reason = error.reason
-                if attempt == _SENT_AT_MOST or not await lease.wait_left():
+                if attempt == _SENT_AT_MOST or not await _is_over(lease, error):
                     break
             backend.counters.replayed += 1
             self._log.say(f"a request to {name} is sent again: {reason}", backend=name)
@@ -310,3 +310,12 @@ def _errand(
                 head, streamed, stream=True, assemble=True, model=model, more=more, lines=lines
             )
     return Errand(head, body, stream=peek.stream, model=model, more=more, lines=lines)
+
+
+async def _is_over(lease: Lease, error: GoneError) -> bool:
+    """Tell whether the child that failed is gone, or is being replaced since it does not listen."""
+    left = await lease.wait_left()
+    if not left and isinstance(error, DeafError):
+        lease.note_deaf()
+        left = await lease.wait_left()
+    return left
