@@ -51,7 +51,7 @@ class Flag(click.Option):
 _MODEL, _DOOR, _SPEED, _PROGRAMS, _RUN = (
     "Model and device",
     "Front door",
-    "Speculation and prefill",
+    "Speculation, prefill and prompts",
     "Programs",
     "This run",
 )
@@ -177,6 +177,21 @@ FLAGS: tuple[Flag, ...] = (
         group=_SPEED,
         metavar="N",
         help="Shortest prompt that the prefill device takes.",
+    ),
+    Flag(
+        "--warm-prompts",
+        key="warm_prompts.file",
+        group=_SPEED,
+        metavar="FILE.json",
+        help="Put these system prompts into the prompt cache before ready: a list of lists of "
+        "chat messages.",
+    ),
+    Flag(
+        "--warm-prompts-concurrency",
+        key="warm_prompts.concurrency",
+        group=_SPEED,
+        metavar="N",
+        help="Most prompts prefilled at once; 0 (default) is one for each slot.",
     ),
     Flag(
         "--llama-server",

@@ -14,6 +14,7 @@ from onebit_serve.core.config import Backend, Config
 from onebit_serve.core.errors import BackendError, ConfigError, UsageError
 from onebit_serve.core.facts import BinaryFacts
 from onebit_serve.core.plan import Found
+from onebit_serve.core.prompt_plan import PromptFile
 from onebit_serve.live import doorkeeper, machine
 
 __all__ = ["Prepared", "prepare", "read_config"]
@@ -45,12 +46,15 @@ class Prepared(msgspec.Struct, frozen=True):
     plan: plan.Plan
 
 
-def prepare(words: Sequence[str], environment: Mapping[str, str]) -> Prepared:
+def prepare(
+    words: Sequence[str], environment: Mapping[str, str], *, starts: bool = False
+) -> Prepared:
     """Check a command line against files and programs, and plan its run.
 
     Args:
         words: What stood after `1bit serve`.
         environment: The user's environment.
+        starts: The plan will be carried out: folders that it needs are made.
 
     Raises:
         UsageError: Anything that cannot work.
@@ -75,8 +79,11 @@ def prepare(words: Sequence[str], environment: Mapping[str, str]) -> Prepared:
         backend = msgspec.structs.replace(one.backend, args=args)
         config = msgspec.structs.replace(config, backend=backend)
         found = (msgspec.structs.replace(one, backend=backend),)
+    prompts = _prompts(config, environment, make_folder=starts and not request.dry_run)
     doorkeeper.rules(config.server, environment)  # before anything is bound or spawned
-    decided = plan.make(config, found, environment=environment, embedded=request.embedded)
+    decided = plan.make(
+        config, found, environment=environment, embedded=request.embedded, prompts=prompts
+    )
     decided = msgspec.structs.replace(decided, warnings=_memory_warnings(decided, found))
     return Prepared(request=request, config=config, found=found, plan=decided)
 
@@ -151,6 +158,33 @@ def read_config(path: str) -> Config:
             f"--config {path} cannot be read: {reason}", hint="check its owner and mode"
         ) from None
     return settings.parse(text, path)
+
+
+def _prompts(config: Config, environment: Mapping[str, str], *, make_folder: bool) -> PromptFile:
+    """Read the warm prompts, and find the folder where slots may be saved."""
+    name = config.warm_prompts.file
+    if name is None:
+        return PromptFile()
+    from onebit_serve.core.warm_prompts import parse  # for those who have such a file
+    from onebit_serve.live.saves import private_directory, slots_folder
+
+    where = f"--warm-prompts {name}"
+    try:
+        entries = parse(Path(name).expanduser().read_bytes(), where)
+    except OSError as error:
+        raise UsageError(
+            f"{where} cannot be read: {error.strerror}",
+            hint="name a JSON file: a list of lists of chat messages",
+        ) from None
+    folder = slots_folder(environment)
+    if folder is not None and make_folder:
+        try:
+            private_directory(folder)
+        except UsageError:
+            if config.warm_prompts.save:
+                raise
+            folder = None  # without it slots are cleared in another way
+    return PromptFile(entries, str(folder or ""))
 
 
 def _settle(request: flags.Request, environment: Mapping[str, str]) -> Config:

@@ -23,7 +23,7 @@ one-time costs.
 
 
 def _serve(words: tuple[str, ...]) -> int:
-    prepared = prepare(words, os.environ)
+    prepared = prepare(words, os.environ, starts=True)
     if prepared.request.dry_run:
         from onebit_serve.cli.show import describe_plan
 
@@ -39,7 +39,7 @@ def _serve(words: tuple[str, ...]) -> int:
         early = spawn_eager(plan)
         from onebit_serve.serve import run  # trio and the front door, while the children load
 
-        return run(plan, listener, lambda: prepare(words, os.environ).plan, early)
+        return run(plan, listener, lambda: prepare(words, os.environ, starts=True).plan, early)
     except KeyboardInterrupt:  # before the event loop runs; the guards end what was spawned
         return 0
 

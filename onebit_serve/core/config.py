@@ -177,12 +177,12 @@ class WarmPrompts(msgspec.Struct, frozen=True):
 
     Args:
         file: JSON list of lists of chat messages.
-        concurrency: Most prompts prefilled at once.
-        save: Keep what was computed on disk.
+        concurrency: Most prompts prefilled at once; 0 is one for each slot.
+        save: Keep what was computed on disk, for the next start.
     """
 
     file: Text | None = None
-    concurrency: Positive = 1
+    concurrency: Count = 0
     save: Switch = False
 
 

@@ -26,10 +26,6 @@ NOT_YET: tuple[Later, ...] = (
     Later(("backend.idle_s", "backend.pin")),
     Later(("warmup.budget_s", "warmup.idle", "warmup.idle_max_ms")),
     Later(
-        ("warm_prompts.file", "warm_prompts.concurrency", "warm_prompts.save"),
-        {"--warm-prompts": 1, "--warm-prompts-concurrency": 1},
-    ),
-    Later(
         ("laya.scorer", "laya.model", "laya.url", "laya.command", "laya.policy", "laya.deadline_s"),
         {"--laya": 0, "--laya-model": 1, "--route-policy": 1},
     ),

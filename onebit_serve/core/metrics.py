@@ -14,6 +14,7 @@ from typing import Literal
 
 import msgspec
 
+from onebit_serve.core import warm_prompts
 from onebit_serve.core.life import State
 from onebit_serve.core.view import BackendView
 
@@ -49,6 +50,10 @@ FAMILIES: dict[str, tuple[str, str]] = {
     "onebit_requests_queued": ("gauge", "Client requests that wait for the backend."),
     "onebit_request_body_bytes_total": ("counter", "Bytes of request bodies sent to it."),
     "onebit_response_body_bytes_total": ("counter", "Bytes of its replies' bodies passed on."),
+    "onebit_warm_prompts_entry_count": ("gauge", "Warm prompts that are proven to be cached."),
+    "onebit_warm_prompts_tokens": ("gauge", "Tokens in them."),
+    "onebit_warm_prompts_hits_total": ("counter", "Client requests that reused one."),
+    "onebit_warm_prompts_tokens_saved_total": ("counter", "Tokens that clients did not wait for."),
 }
 
 _NAME = r"[a-zA-Z_:][a-zA-Z0-9_:]*"
@@ -169,6 +174,9 @@ def _add_backend(page: _Families, view: BackendView, counted: Counters) -> None:
     page.add("onebit_requests_queued", counted.queued, backend=name)
     page.add("onebit_request_body_bytes_total", counted.request_bytes, backend=name)
     page.add("onebit_response_body_bytes_total", counted.response_bytes, backend=name)
+    if view.warm_prompts:
+        for family, labels, value in warm_prompts.samples(view.warm_prompts):
+            page.add(f"onebit_{family}", value, backend=name, **labels)
 
 
 class _Families:

@@ -15,6 +15,7 @@ from onebit_serve.core.errors import UsageError
 from onebit_serve.core.facts import BinaryFacts, ModelFacts
 from onebit_serve.core.placement import LOG_LEVEL
 from onebit_serve.core.presets import Preset
+from onebit_serve.core.prompt_plan import PromptFile, PromptPlan, equip, plan_prompts
 
 __all__ = [
     "LIBHSA_VARIABLE",
@@ -97,6 +98,7 @@ class BackendPlan(msgspec.Struct, frozen=True):
             this build does not notice a client that leaves otherwise.
         lazy: It starts when a request first needs it, and `/health` does not wait for it.
         limits: How long and how much it may take.
+        prompts: What is put into its prompt cache before ready.
     """
 
     name: str
@@ -114,6 +116,7 @@ class BackendPlan(msgspec.Struct, frozen=True):
     assemble: bool = False
     lazy: bool = False
     limits: Limits = Limits()
+    prompts: PromptPlan = PromptPlan()
 
     def command(self, port: int) -> list[str]:
         """Return the whole command line for one port."""
@@ -162,6 +165,7 @@ def make(
     *,
     environment: Mapping[str, str],
     embedded: bool = False,
+    prompts: PromptFile | None = None,
 ) -> Plan:
     """Decide what one run of `1bit serve` starts, and how.
 
@@ -170,11 +174,13 @@ def make(
         found: The backends, in order of start, with what was found for each.
         environment: The user's environment.
         embedded: The embedded default was asked for: its warm-up shows on the CPU too.
+        prompts: The warm prompts of all backends that chat, `None` for none.
 
     Raises:
         UsageError: The settings contradict each other, a binary or a model.
     """
-    plans = [_backend(config, one, environment, embedded=embedded) for one in found]
+    file = prompts or PromptFile()
+    plans = [_backend(config, one, environment, file, embedded=embedded) for one in found]
     server = msgspec.structs.replace(config.server, host=config.server.host.strip("[]"))
     return Plan(server=server, log=config.log, backends=_named(plans))
 
@@ -196,7 +202,12 @@ def _named(plans: Sequence[BackendPlan]) -> tuple[BackendPlan, ...]:
 
 
 def _backend(
-    config: Config, found: Found, environment: Mapping[str, str], *, embedded: bool
+    config: Config,
+    found: Found,
+    environment: Mapping[str, str],
+    prompts: PromptFile,
+    *,
+    embedded: bool,
 ) -> BackendPlan:
     backend, binary, model, libhsa = found.backend, found.binary, found.model, found.libhsa
     if backend.model is None:
@@ -204,6 +215,10 @@ def _backend(
     options.check_extra(backend.args)
     preset = choose_device(backend, binary)
     _check_fits(backend, preset, binary)
+    if _role(backend) != "chat":
+        prompts = PromptFile()
+    elif preset.kind == "llama-server":
+        backend = equip(backend, prompts, binary, environment)
     set_env = _set_env(backend, preset, environment, libhsa)
     build = {"llama-server": _llama_server, "zinc": _zinc, "mlx": _mlx}[preset.kind]
     identity = served_id(backend, preset.kind)
@@ -222,7 +237,7 @@ def _backend(
         kind=preset.kind,
         role=_role(backend),
         binary=binary.path,
-        model=backend.model,
+        model=backend.model or "",
         arguments=tuple(arguments),
         set_env=set_env,
         unset_env=unset_env,
@@ -231,6 +246,9 @@ def _backend(
         assemble=preset.kind == "llama-server" and presets.misses_departures(binary.version),
         lazy=backend.lazy,
         limits=_limits(backend),
+        prompts=plan_prompts(
+            prompts, config.warm_prompts, arguments, binary, model, {**environment, **backend.env}
+        ),
     )
 
 

@@ -19,7 +19,7 @@ __all__ = ["Order", "Page", "Relayed", "Verb", "choose", "pick"]
 
 Page = Literal["health", "livez", "metrics", "models", "status"]
 Relayed = Literal["relayed"]
-Verb = Literal["start", "stop", "restart", "warm", "logs", "reload"]
+Verb = Literal["start", "stop", "restart", "warm", "logs", "reload", "clear"]
 
 
 class Order(msgspec.Struct, frozen=True):
@@ -27,11 +27,13 @@ class Order(msgspec.Struct, frozen=True):
 
     Args:
         verb: What to do.
-        backend: To which backend; empty for `reload`.
+        backend: To which backend; empty for `reload` and `clear`.
+        full: Clear what only a restart clears, too.
     """
 
     verb: Verb
     backend: str = ""
+    full: bool = False
 
 
 _PAGES: dict[str, Page] = {
@@ -113,6 +115,10 @@ def choose(method: str, path: str) -> Page | Relayed | Order | Refusal:
         return Refusal(405, f"{path} is read with GET", "method_not_allowed")
     if path.startswith(("/v1/backends/", "/v1/reload")):
         return _order(method, path)
+    if path == "/v1/cache/prefix":
+        if method == "DELETE":
+            return Order("clear")
+        return Refusal(405, f"{path} is cleared with DELETE", "method_not_allowed")
     answers_post = path in _RELAYED_POST or _SLOT.fullmatch(path) is not None
     answers_get = path in _RELAYED_GET or (_ASSET.fullmatch(path) is not None and ".." not in path)
     if answers_post and method in ("POST", "OPTIONS"):

@@ -9,7 +9,9 @@ from typing import Any
 
 import msgspec
 
+from onebit_serve.core import warm_prompts
 from onebit_serve.core.life import State
+from onebit_serve.core.warm_prompts import Standing
 from onebit_serve.core.wire import Refusal
 
 __all__ = ["BackendView", "Page", "health", "livez", "models", "status", "unavailable"]
@@ -45,6 +47,7 @@ class BackendView(msgspec.Struct, frozen=True):
         waiting: Requests in line.
         abandoned: Whether a client left and the backend has not said yet that it stopped working.
         last_line: What the child printed last.
+        warm_prompts: How each of its warm prompts stands.
     """
 
     name: str
@@ -68,6 +71,7 @@ class BackendView(msgspec.Struct, frozen=True):
     waiting: int = 0
     abandoned: bool = False
     last_line: str = ""
+    warm_prompts: tuple[Standing, ...] = ()
 
 
 class Page(msgspec.Struct, frozen=True):
@@ -177,6 +181,10 @@ def status(views: tuple[BackendView, ...], version: str) -> Page:
         for key in ("since_s", "load_ms", "warm_up_ms"):
             if fields[key] is not None:
                 fields[key] = round(fields[key], 1)
+        if view.warm_prompts:
+            fields["warm_prompts"] = warm_prompts.view(view.warm_prompts)
+        else:
+            del fields["warm_prompts"]
         backends.append({k: v for k, v in fields.items() if v != ""})
     return Page(
         200, {"version": version, "status": health(views).body["status"], "backends": backends}

@@ -30,9 +30,11 @@ __all__ = [
     "Standing",
     "Totals",
     "Verdict",
+    "cached_tokens",
     "changes_within_a_day",
     "common_prefix",
     "done_line",
+    "entry_asked",
     "judge",
     "match",
     "names_time",
@@ -372,22 +374,78 @@ def done_line(standings: Sequence[Standing], took_s: float) -> str:
     )
 
 
-def match(messages: Any, entries: Sequence[Entry]) -> int | None:
+def match(
+    messages: Any, entries: Sequence[Entry], *, tools: Any = None, kwargs: Any = None
+) -> int | None:
     """Find the entry that a client's messages begin with; the longest wins.
 
     Args:
         messages: `messages` of a chat request, of any form.
         entries: The warm prompts.
+        tools: Its `tools`, which change what the template writes.
+        kwargs: Its `chat_template_kwargs`.
 
     Returns:
         The entry's index, or `None`.
     """
     if not isinstance(messages, list):
         return None
+    switches = _switches(kwargs)
     best: int | None = None
     for index, entry in enumerate(entries):
         length = len(entry.messages)
         longer = best is None or length > len(entries[best].messages)
-        if longer and list(entry.messages) == messages[:length]:
+        if (
+            longer
+            and list(entry.messages) == messages[:length]
+            and list(entry.tools) == (tools or [])
+            and _switches(entry.chat_template_kwargs) == switches
+        ):
             best = index
     return best
+
+
+def _switches(kwargs: Any) -> dict[str, Any]:
+    """Return template switches with llama-server's default: it thinks unless told not to."""
+    return {"enable_thinking": True, **(kwargs if isinstance(kwargs, dict) else {})}
+
+
+class _Asked(msgspec.Struct):
+    messages: Any = None
+    tools: Any = None
+    chat_template_kwargs: Any = None
+
+
+_decode_asked = msgspec.json.Decoder(_Asked).decode
+_CHATS = ("/v1/chat/completions", "/chat/completions")
+_LONGEST_LOOK_BYTES = 8 << 20
+# llama-server's own count, then OpenAI's. Text of a model cannot look like it: there the quotes
+# are escaped.
+_CACHED = re.compile(rb'"(?:cache_n|cached_tokens)"\s*:\s*(\d{1,9})')
+
+
+def entry_asked(path: str, body: bytes, entries: Sequence[Entry]) -> int | None:
+    """Return which entry a client's request begins with, or `None`.
+
+    Args:
+        path: The route.
+        body: The request's body; one of more than 8 MiB is not looked at.
+        entries: The warm prompts.
+    """
+    if path not in _CHATS or len(body) > _LONGEST_LOOK_BYTES:
+        return None
+    try:
+        asked = _decode_asked(body)
+    except (msgspec.DecodeError, RecursionError):
+        return None
+    return match(asked.messages, entries, tools=asked.tools, kwargs=asked.chat_template_kwargs)
+
+
+def cached_tokens(tail: bytes) -> int | None:
+    """Return the count of cached tokens that a reply ends with, or `None` without one.
+
+    Args:
+        tail: The end of the reply's body, streamed or not.
+    """
+    counts = _CACHED.findall(tail)
+    return int(counts[-1]) if counts else None

@@ -22,6 +22,7 @@ from onebit_serve.core.warmup import WarmUpResult
 from onebit_serve.live import probe, pulse
 from onebit_serve.live.child import Child, Exit
 from onebit_serve.live.log import Log
+from onebit_serve.live.prompts import PromptKeeper
 from onebit_serve.live.spawn import Spawned, spawn
 from onebit_serve.live.upstream import HOST, GoneError, Upstream, exchange
 
@@ -61,6 +62,7 @@ class Episode:
         load_ms: From spawn to healthy, once it is.
         warm_up: What the warm-up came to, once it is over.
         leaving: Set when it is being stopped or is gone.
+        prompts: Puts the warm prompts into its cache, where there are any.
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class Episode:
         self.load_ms: float | None = None
         self.warm_up: WarmUpResult | None = None
         self.leaving = trio.Event()
+        self.prompts: PromptKeeper | None = None
         self.ended: Exit | None = None
         self.killed_for_memory = False
         self._log = log
@@ -253,6 +256,8 @@ class Episode:
                 )
             else:
                 degraded = await self._warm_up()
+            if self.prompts is not None:
+                await self.prompts.warm(self.port, self.key, self.hear)
             self._warming = False
             self.hear()
             self._tell(life.Warmed(degraded), self.number)

@@ -45,6 +45,8 @@ class Orders:
         """Carry out one order; return what to answer."""
         if order.verb == "reload":
             return await self.reload()
+        if order.verb == "clear":
+            return await self._clear(full=order.full)
         backend = self._house.get(order.backend)
         if backend is None:
             return self.no_such_backend(order.backend)
@@ -68,6 +70,31 @@ class Orders:
             view = backend.view()
             return Refusal(409, f"{view.name} is {view.state.value}, not ready", "not_ready")
         return Page(_OK, {"name": backend.plan.name, **msgspec.to_builtins(result)})
+
+    async def _clear(self, *, full: bool) -> Page | Refusal:
+        """Empty the prompt caches, and have the warm prompts put back behind the traffic."""
+        chats = [
+            backend
+            for backend in self._house
+            if backend.plan.role == "chat" and (full or backend.plan.kind == "llama-server")
+        ]
+        cleared: list[str] = []
+        wanted = False
+        for backend in chats:
+            if full:
+                done = self._house.renew(backend)
+            else:
+                done = await backend.forget()
+            if done:
+                cleared.append(backend.plan.name)
+                wanted = wanted or backend.prompts.wanted
+        if not cleared:
+            state = ", ".join(f"{b.plan.name} is {b.view().state.value}" for b in chats)
+            return Refusal(409, f"no prompt cache to clear: {state or 'no backend'}", "not_ready")
+        scope = "all" if full else "slots"
+        self._log.say(f"the prompt cache of {', '.join(cleared)} is cleared ({scope})")
+        body = {"status": "cleared", "rewarm_scheduled": wanted, "scope": scope}
+        return Page(_OK, body)
 
     async def reload(self) -> Page | Refusal:
         """Read the configuration again and change to it; a broken one changes nothing."""

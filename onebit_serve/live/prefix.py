@@ -12,6 +12,7 @@ a warm-up is cancelled half way.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
@@ -92,10 +93,13 @@ class PromptWarmer:
 
     # ----------------------------------------------------------------- what supervisors call
 
-    async def warm(self) -> None:
+    async def warm(self, limit_s: float = math.inf) -> None:
         """Warm every entry, prove each, and say the line that counts the proven ones.
 
         The counts of hits go on; everything else in `standings` starts anew.
+
+        Args:
+            limit_s: Seconds it may take; what is not warm by then is due for repair.
         """
         started_s = trio.current_time()
         before = self.standings
@@ -106,7 +110,10 @@ class PromptWarmer:
             for index in range(len(self.entries)):
                 self._refuse(index, str(refusal))
         else:
-            await self._warm_all(backend)
+            with trio.move_on_after(limit_s) as scope:
+                await self._warm_all(backend)
+            if scope.cancelled_caught:
+                self._leave_the_rest(f"not reached within {limit_s:g} s (deadline_s)")
         for standing in self.standings:
             if not standing.proven:
                 self._say(f"warm prompt {standing.label} is not warm: {standing.why}")
@@ -137,19 +144,36 @@ class PromptWarmer:
         """Empty every slot, busy ones when their request ends, and return whether all are empty."""
         try:
             backend = await self._look()
-            for slot in range(backend.slots):
+        except _RefusedError as refusal:
+            self._say(f"the prompt cache was not cleared: {refusal}")
+            return False
+        refused: list[str] = []
+
+        async def empty(slot: int) -> None:
+            try:
                 reply = await self._request("POST", f"/slots/{slot}?action=erase", b"{}")
                 if reply.status in (_NOT_FOUND, _NOT_SUPPORTED):
                     # No erase without a place for saved slots; one foreign token does the same.
                     await self._complete(await self._tokens(prompts.FILLERS[0]), slot, keep=False)
-        except _RefusedError as refusal:
-            self._say(f"the prompt cache was not cleared: {refusal}")
-            return False
-        return True
+            except _RefusedError as refusal:
+                refused.append(str(refusal))
 
-    def match(self, messages: Any) -> int | None:
-        """Return which entry a client's `messages` begin with, or `None`."""
-        return prompts.match(messages, self.entries)
+        async with trio.open_nursery() as nursery:  # a busy slot does not hold up the others
+            for slot in range(backend.slots):
+                nursery.start_soon(empty, slot)
+        if refused:
+            self._say(f"the prompt cache was not cleared: {refused[0]}")
+        return not refused
+
+    def lost_all(self) -> None:
+        """Note that the backend's cache is empty: every entry that was proven is due for repair."""
+        for index, standing in enumerate(self.standings):
+            if standing.proven:
+                self._update(index, evicted=True)
+
+    def give_up(self, index: int, why: str) -> None:
+        """Repair an entry no more until the next warm-up."""
+        self._update(index, proven=False, evicted=False, why=why)
 
     def used(self, index: int, cached_tokens: int) -> None:
         """Count a client's request of an entry by what the backend says it reused."""
@@ -159,6 +183,11 @@ class PromptWarmer:
     def repair_due(self) -> bool:
         """Whether an entry was found gone since the last warm-up."""
         return any(s.evicted for s in self.standings)
+
+    def _leave_the_rest(self, why: str) -> None:
+        for index, standing in enumerate(self.standings):
+            if not standing.proven and not standing.why:
+                self._update(index, evicted=True, why=why)
 
     # -------------------------------------------------------------------------- the whole
 

@@ -13,6 +13,7 @@ not be sent is kept, and its backend is not read until it is gone.
 
 from __future__ import annotations
 
+import collections
 import enum
 import selectors
 import socket
@@ -43,10 +44,12 @@ class Progress(Protocol):
     Attributes:
         blocks: Blocks received from the backend so far.
         size_bytes: Bytes in them.
+        tail: Takes the blocks, for whoever wants to see the end of the body; mostly `None`.
     """
 
     blocks: int
     size_bytes: int
+    tail: collections.deque[bytes] | None
 
 
 class _Body:
@@ -84,6 +87,8 @@ class _Body:
             return Ended.BACKEND_GONE
         self.progress.blocks += 1
         self.progress.size_bytes += len(block)
+        if self.progress.tail is not None:
+            self.progress.tail.append(block)
         framer = self.framer
         try:
             framer.feed(block)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -18,7 +18,7 @@ import msgspec
 from onebit_serve.core.errors import UsageError
 from onebit_serve.core.slots import save_name
 
-__all__ = ["Saves", "private_directory", "prune"]
+__all__ = ["Saves", "private_directory", "prune", "slots_folder"]
 
 _LIMIT_BYTES = 4 << 30
 
@@ -58,6 +58,20 @@ class Saves(msgspec.Struct, frozen=True):
         """Note that a state was of use, since the longest unused are removed first."""
         with contextlib.suppress(OSError):
             os.utime(path)
+
+
+def slots_folder(environment: Mapping[str, str]) -> Path | None:
+    """Return `$XDG_STATE_HOME/onebit/slots`, or `None` where the environment gives no place.
+
+    A relative `XDG_STATE_HOME` counts as unset, as the XDG base directory specification says.
+    """
+    base = environment.get("XDG_STATE_HOME", "")
+    if not base.startswith("/"):
+        home = environment.get("HOME", "")
+        if not home.startswith("/"):
+            return None
+        base = f"{home}/.local/state"
+    return Path(base, "onebit", "slots")
 
 
 def private_directory(path: Path) -> Path:

@@ -7,6 +7,8 @@ transition wakes every waiter.
 
 Requests that cannot go at once wait in one line, first come first served; a lease that ends, a
 backend that becomes ready and one that fails move the line.
+
+It is as long as it is since only one place may know all of that state.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ from onebit_serve.live import probe
 from onebit_serve.live.episode import Episode, Work
 from onebit_serve.live.log import Log
 from onebit_serve.live.logfile import LogFile
+from onebit_serve.live.prompts import TAIL_BLOCKS, PromptKeeper
 from onebit_serve.live.ring import LineRing
 from onebit_serve.live.spawn import Spawned
 from onebit_serve.live.upstream import GoneError, exchange
@@ -46,6 +49,7 @@ _SETTLE_POLL_S = 0.25
 _PORT_TRIES = 5
 _FATAL_IN_A_ROW = 3
 _EXIT_NOTICE_S = 0.25
+_CLEAR_S = 0.5
 _OK = 200
 
 
@@ -69,9 +73,10 @@ class Lease:
         sock: The connection in use, while there is one.
         blocks: Blocks of the reply's body received so far.
         size_bytes: Bytes in them.
+        tail: The last of them, where warm prompts make it worth a look.
     """
 
-    __slots__ = ("_backend", "_episode", "blocks", "size_bytes", "sock", "upstream")
+    __slots__ = ("_backend", "_episode", "blocks", "size_bytes", "sock", "tail", "upstream")
 
     def __init__(self, backend: Backend, episode: Episode) -> None:
         self._backend = backend
@@ -80,6 +85,8 @@ class Lease:
         self.sock: socket.socket | None = None
         self.blocks = 0
         self.size_bytes = 0
+        wanted = backend.prompts.wanted
+        self.tail = collections.deque[bytes](maxlen=TAIL_BLOCKS) if wanted else None
 
     def alive(self) -> bool:
         """Whether the child this lease was given for still runs and is meant to serve."""
@@ -143,6 +150,8 @@ class Backend:
         counters: What is counted of the requests to it.
         early: A child that was started before the event loop, until it is taken over.
         ended: How its last child ended, in words; empty before the first end.
+        prompts: Its warm prompts.
+        held: Requests wait in line although the child could take them.
     """
 
     def __init__(
@@ -151,6 +160,8 @@ class Backend:
         self.plan = plan
         self.output = LineRing()
         self.counters = Counters()
+        self.prompts = PromptKeeper(plan, log)
+        self.held = False
         self._file = file
         self.ended = ""
         self._log = log
@@ -200,6 +211,7 @@ class Backend:
             waiting=len(self._line),
             abandoned=self._abandoned,
             last_line=last[0] if last else "",
+            warm_prompts=self.prompts.standings,
         )
 
     def want(self) -> None:
@@ -233,7 +245,17 @@ class Backend:
         episode = self._episode
         if self._life.state is not State.READY or episode is None:
             return None
-        return await probe.warm_up(self.plan, episode.port, episode.key, episode.hear)
+        result = await probe.warm_up(self.plan, episode.port, episode.key, episode.hear)
+        if self.prompts.wanted:  # it took a slot of one
+            await self.forget(clear=False)
+        return result
+
+    async def forget(self, *, clear: bool = True) -> bool:
+        """Empty the prompt cache's slots and warm behind; return whether it has one now."""
+        if self._life.state is not State.READY or self._nursery is None:
+            return False
+        await self.prompts.rewarm(self._nursery, clear=clear, wait_s=_CLEAR_S if clear else 0)
+        return True
 
     def pids(self) -> tuple[int, ...]:
         """Return the processes that are waited for here."""
@@ -309,12 +331,13 @@ class Backend:
         episode, most = self._episode, self.plan.limits.max_in_flight
         if self._life.state is not State.READY or episode is None or episode.leaving.is_set():
             return None
-        if most and len(self._leases) >= most:
+        if self.held or (most and len(self._leases) >= most):
             return None
         return self._lease(episode)
 
     def _lease(self, episode: Episode) -> Lease:
         lease = Lease(self, episode)
+        self.prompts.busy()
         self._leases.add(lease)
         if len(self._leases) == 1:
             episode.hear()
@@ -376,6 +399,7 @@ class Backend:
 
     def _bury(self, before: Life) -> None:
         episode, self._episode = self._episode, None
+        self.prompts.gone()
         self.output.end_line()
         if episode is None or episode.ended is None:
             self.ended = "never started"
@@ -398,6 +422,7 @@ class Backend:
                 nursery.start_soon(episode.warm)
             case machine.Stop() if episode:
                 episode.leave()
+                self.prompts.gone()
                 for lease in self._leases:
                     lease.cut()
                 nursery.start_soon(episode.child.stop, self._stop_s)
@@ -417,10 +442,12 @@ class Backend:
             cause = f"could not be started: {error.strerror}: {self.plan.binary}"
             self._post(machine.Exited(cause), number)
             return
+        self._episode.prompts = self.prompts if self.plan.role == "chat" else None
         nursery.start_soon(self._episode.run)
 
     def _listen(self, data: bytes) -> None:
         self.output.feed(data)
+        self.prompts.hear(data)
         if self._file is not None:
             self._file.write(data)
 
@@ -483,6 +510,8 @@ class Backend:
             self._move_line()
         if not self._leases:
             self._wake()  # somebody may wait for that to stop it
+            if self._nursery:
+                self.prompts.idle(self._nursery)
 
     def _wake(self) -> None:
         self._changed.set()

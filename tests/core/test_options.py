@@ -98,8 +98,6 @@ def test_a_flag_that_is_not_there_yet_says_so_before_the_backend_is_known(name):
     [
         "--laya",
         "--laya-model",
-        "--warm-prompts",
-        "--warm-prompts-concurrency",
         "--adaptive",
         "--adaptive-at",
         "--lean",

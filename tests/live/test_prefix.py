@@ -14,7 +14,7 @@ import pytest
 import trio
 
 from onebit_serve.core.http import Reply
-from onebit_serve.core.warm_prompts import parse
+from onebit_serve.core.warm_prompts import match, parse
 from onebit_serve.live.prefix import PromptWarmer
 from onebit_serve.live.saves import Saves, private_directory
 from onebit_serve.live.upstream import GoneError, open_stream
@@ -218,7 +218,7 @@ async def test_a_prompt_pushed_out_by_other_traffic_is_noticed_and_repaired(
         warmer = PromptWarmer(asker(port), entries(SYSTEM), host_bytes=0)
         await warmer.warm()
         await chat(port, ask("something else", "Another system prompt altogether. " * 20))
-        index = warmer.match(ask("first"))
+        index = match(ask("first"), warmer.entries)
         assert index == 0
         warmer.used(index, await chat(port, ask("first")))
         assert warmer.repair_due

@@ -24,6 +24,7 @@ class Count:
     """Counts what the pump moves."""
 
     blocks = 0
+    tail = None
 
 
 class Way:

@@ -1,0 +1,131 @@
+"""Which warm prompts a backend gets, and what it must be started with so that it can keep them.
+
+An explicit number of slots is part of it: without `-np` llama-server takes 4 slots with one shared
+cache and clears idle ones, and parallel requests then miss a warmed prefix now and then (b10068,
+measured).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from onebit_serve.core import options
+from onebit_serve.core.config import Backend, WarmPrompts
+from onebit_serve.core.facts import BinaryFacts, ModelFacts
+from onebit_serve.core.slots import kv_bytes_per_token
+from onebit_serve.core.warm_prompts import Entry
+
+__all__ = ["PromptFile", "PromptPlan", "equip", "plan_prompts"]
+
+_SLOTS = 4  # llama-server's own number (b10068)
+_HOST_MIB = 8192  # llama-server's default of `--cache-ram` (b10068)
+_FOLDER = "--slot-save-path"
+
+
+class PromptFile(msgspec.Struct, frozen=True):
+    """What was read for all backends.
+
+    Args:
+        entries: The warm prompts; none where no file is named.
+        folder: Where slots may be saved, or empty.
+    """
+
+    entries: tuple[Entry, ...] = ()
+    folder: str = ""
+
+
+class PromptPlan(msgspec.Struct, frozen=True):
+    """The warm prompts of one backend.
+
+    Args:
+        entries: They; none for a backend that does not chat.
+        concurrency: Prompts rendered or prefilled at a time; 0 is one for each slot.
+        host_bytes: Limit of its host cache in bytes; 0 is none, `None` no limit.
+        token_bytes: Memory of one cached token in bytes; `None` where unknown.
+        save_to: The folder where slots are saved after warming, or empty.
+    """
+
+    entries: tuple[Entry, ...] = ()
+    concurrency: int = 0
+    host_bytes: int | None = _HOST_MIB << 20
+    token_bytes: int | None = None
+    save_to: str = ""
+
+
+def equip(
+    backend: Backend, file: PromptFile, binary: BinaryFacts, environment: Mapping[str, str]
+) -> Backend:
+    """Return a llama-server's settings with the slots, and the folder, that warm prompts need.
+
+    What the user says of either stands.
+    """
+    if not file.entries:
+        return backend
+    told = "LLAMA_ARG_N_PARALLEL" in {**environment, **backend.env}
+    if backend.parallel <= 0 and not told:
+        backend = msgspec.structs.replace(backend, parallel=_SLOTS)
+    if file.folder and _FOLDER in binary.options and not options.given(backend.args, _FOLDER):
+        args = (*backend.args, _FOLDER, file.folder)
+        backend = msgspec.structs.replace(backend, args=args)
+    return backend
+
+
+def plan_prompts(
+    file: PromptFile,
+    settings: WarmPrompts,
+    arguments: Sequence[str],
+    binary: BinaryFacts,
+    model: ModelFacts | None,
+    environment: Mapping[str, str],
+) -> PromptPlan:
+    """Return what a backend with this command line warms.
+
+    Args:
+        file: What was read.
+        settings: `[warm_prompts]`.
+        arguments: The command line.
+        binary: The program's facts.
+        model: The model's, where it is a file.
+        environment: What the child sees.
+    """
+    if not file.entries:
+        return PromptPlan()
+    folder = options.value(arguments, _FOLDER) or ""
+    return PromptPlan(
+        entries=file.entries,
+        concurrency=settings.concurrency,
+        host_bytes=_host_bytes(arguments, binary, environment),
+        token_bytes=_token_bytes(model),
+        save_to=folder if settings.save else "",
+    )
+
+
+def _host_bytes(
+    arguments: Sequence[str], binary: BinaryFacts, environment: Mapping[str, str]
+) -> int | None:
+    if binary.options and "--cache-ram" not in binary.options:
+        return 0
+    said = options.value(arguments, "-cram", "--cache-ram")
+    said = said or environment.get("LLAMA_ARG_CACHE_RAM") or str(_HOST_MIB)
+    try:
+        mib = int(said)
+    except ValueError:  # llama-server refuses it
+        mib = _HOST_MIB
+    return None if mib < 0 else mib << 20
+
+
+def _token_bytes(model: ModelFacts | None) -> int | None:
+    if model is None or model.architecture is None:
+        return None
+    keys = {
+        "block_count": model.block_count,
+        "embedding_length": model.embedding_length,
+        "attention.head_count": model.head_count,
+        "attention.head_count_kv": model.head_count_kv,
+        "attention.key_length": model.key_length,
+        "attention.value_length": model.value_length,
+    }
+    metadata = {f"{model.architecture}.{key}": value for key, value in keys.items()}
+    return kv_bytes_per_token(model.architecture, metadata)
