@@ -447,7 +447,12 @@ def soak(server: Server, minutes: float, streams: int, seed: int, what: str) -> 
     wrong = [] if server.settle() else [f"{what}: not all backends are ready at the end"]
     counted = len(ledger.done)
     untouched = [a for a in ledger.done if a.end in ("cut", "refused") and not ledger.touched(a)]
-    refused = [a for a in ledger.done if a.end == "refused"]
+    ours = [at_s for at_s, _, whom in ledger.faults if whom == "all"]  # not a backend's fault
+    refused = [
+        a
+        for a in ledger.done
+        if a.end == "refused" and not any(a.began_s - 1 <= s <= a.ended_s for s in ours)
+    ]
     after = (server.proc.num_fds(), server.proc.memory_info().rss)
     arm = _spend_budget(server, ledger)
     clients.stop()

@@ -19,7 +19,16 @@ import trio
 
 from onebit_serve.core.http import Reply, ResponseFramer, request_bytes, response_head
 
-__all__ = ["HOST", "DeafError", "GoneError", "Upstream", "exchange", "open_stream", "receive", "send_all"]
+__all__ = [
+    "HOST",
+    "DeafError",
+    "GoneError",
+    "Upstream",
+    "exchange",
+    "open_stream",
+    "receive",
+    "send_all",
+]
 
 HOST = "127.0.0.1"
 _BLOCK_BYTES = 65536

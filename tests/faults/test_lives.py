@@ -396,3 +396,14 @@ def test_without_descriptors_a_busy_server_goes_on(serve, row) -> None:
     assert served.process.poll() is None, served.log
     assert served.ask("a").status == 200
     row("out of file descriptors", "ready, streaming", "answered", "goes on")
+
+
+def test_a_backend_that_closes_its_port_while_it_streams_is_replaced(serve, row) -> None:
+    """llama-server does so at a TERM from outside, and waits for its streams."""
+    served = serve(backend("a", "tps=2|0"), server={"stop_s": 2}).ready()
+    with served.stream("a", max_tokens=200).begun().raw as raw:
+        served.kill("a", signal.SIGTERM)
+        assert served.ask("a").status == 200
+        assert served.view("a")["restarts"] == 1
+        assert b'data: {"error"' in raw.rest()
+    row("TERM from outside", "ready, streaming", "error event; others are answered", "restarted")
