@@ -10,9 +10,11 @@ from onebit_serve.core.errors import UsageError
 from onebit_serve.core.warm_prompts import (
     PROBES,
     Standing,
+    cached_tokens,
     changes_within_a_day,
     common_prefix,
     done_line,
+    entry_asked,
     judge,
     match,
     names_time,
@@ -206,3 +208,28 @@ def test_status_and_metrics_show_the_sums_and_each_entry() -> None:
         "warm_prompts_hits_total": 1,
         "warm_prompts_tokens_saved_total": 600,
     }
+
+
+def test_a_request_is_an_entrys_only_with_the_same_tools_and_switches() -> None:
+    tool = {"type": "function", "function": {"name": "search"}}
+    text = {"messages": [SYSTEM], "thinking": "both"}
+    entries = parse(json.dumps([text, {"messages": [SYSTEM], "tools": [tool]}]), "p.json")
+
+    def asked(path="/v1/chat/completions", **more):
+        body = {"messages": [SYSTEM, {"role": "user", "content": "hi"}], **more}
+        return entry_asked(path, json.dumps(body).encode(), entries)
+
+    assert asked() == 0  # templates think unless told not to
+    assert asked(chat_template_kwargs={"enable_thinking": False}) == 1
+    assert asked(tools=[tool]) == 2
+    assert asked(tools=[tool, tool]) is None
+    assert asked(chat_template_kwargs={"language": "de"}) is None
+    assert asked("/v1/embeddings") is None
+    assert entry_asked("/v1/chat/completions", b"{", entries) is None
+
+
+def test_the_last_count_of_a_reply_is_the_one_and_a_models_words_are_none() -> None:
+    stream = b'data: {"timings":{"cache_n":3}}\n\ndata: {"timings":{"cache_n": 57}}\n\n[DONE]'
+    assert cached_tokens(stream) == 57
+    assert cached_tokens(b'{"usage":{"prompt_tokens_details":{"cached_tokens":12}}}') == 12
+    assert cached_tokens(json.dumps({"content": 'it says "cache_n": 9'}).encode()) is None

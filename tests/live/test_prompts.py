@@ -1,0 +1,358 @@
+"""Warm prompts in a running `1bit serve`: ready, used, pushed out, cleared, killed, reloaded."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from types import SimpleNamespace
+
+import httpx
+import pytest
+import trio
+from front_door import Front
+from llama_process import DEADLINE_S, until
+
+from onebit_serve.cli.prepare import prepare
+from onebit_serve.core.errors import UsageError
+from onebit_serve.core.plan import BackendPlan
+from onebit_serve.core.prompt_plan import PromptPlan
+from onebit_serve.core.warm_prompts import Entry, Standing
+from onebit_serve.live import prompts
+from onebit_serve.live.prompts import PromptKeeper
+
+ONE = "You review Rust code. Answer in the language of the question, and be brief. " * 6
+TWO = "Translate manuals from German into English, and keep all of their numbers. " * 6
+OTHER = "Another system prompt altogether, which nobody has warmed before it came. " * 6
+PATH = "/v1/chat/completions"
+DONE = "warm-up done (strict-prefix):"
+
+
+def ask(text, system=ONE, **more):
+    messages = [{"role": "system", "content": system}, {"role": "user", "content": text}]
+    return {"messages": messages, "max_tokens": 2, "temperature": 0, **more}
+
+
+def write(folder, *systems):
+    file = folder / "prompts.json"
+    file.write_text(json.dumps([[{"role": "system", "content": text}] for text in systems]))
+    return str(file)
+
+
+@pytest.fixture
+def start(fake_llama, tiny_models, tmp_path):
+    """Start front doors of the fake, or of a program that is named."""
+    started = []
+
+    def begin(*arguments, systems=(ONE, TWO), kind="llama", program=fake_llama):
+        model = str(tiny_models / f"tiny-{kind}.gguf")
+        file = write(tmp_path, *systems)
+        words = ("-m", model, "--device=cpu", "--llama-server", program, "--warm-prompts", file)
+        started.append(Front(tmp_path, *words, *arguments))
+        return started[-1].ready()
+
+    yield begin
+    for front in started:
+        front.stop()
+
+
+def standing(front):
+    return front.backend()["warm_prompts"]
+
+
+def cached(front, text, system=ONE, **more):
+    reply = front.post(PATH, ask(text, system, **more))
+    assert reply.status_code == 200, reply.text
+    return reply.json()["timings"]["cache_n"]
+
+
+def wait_warm(front, lines):
+    """Wait until so many warm-ups are said to be done, and all of the last is proven."""
+    until(lambda: len(front.said(DONE)) >= lines, f"{lines} warm-ups in the log")
+    shown = standing(front)
+    assert all(entry["proven"] for entry in shown["entries"]), front.log
+    return shown
+
+
+def test_prompts_are_proven_before_ready_and_hits_are_counted_by_the_backends_own_count(start):
+    front = start()
+    lines = front.log.splitlines()
+    done = next(i for i, line in enumerate(lines) if f"{DONE} 2 completed, 0 skipped" in line)
+    assert done < next(i for i, line in enumerate(lines) if "ready on" in line)
+    before = standing(front)
+    assert before["entry_count"] == 2
+    assert [entry["slots"] for entry in before["entries"]] == [[0, 2], [1, 3]]
+    assert before["hits"] == 0
+    assert cached(front, "hello") >= before["entries"][0]["tokens"]
+    assert front.post(PATH, ask("7 times 6", TWO, stream=True)).status_code == 200
+    cached(front, "hello", OTHER)
+    until(lambda: standing(front)["hits"] == 2, "two hits")
+    assert [entry["hits"] for entry in standing(front)["entries"]] == [1, 1]
+    tokens = before["tokens"]
+    page = front.client.get("/metrics").text
+    assert 'onebit_warm_prompts_entry_count{backend="cpu"} 2' in page
+    assert 'onebit_warm_prompts_hits_total{backend="cpu"} 2' in page
+    assert f'onebit_warm_prompts_tokens_saved_total{{backend="cpu"}} {tokens}' in page
+    assert 'onebit_requests_total{backend="cpu",outcome="answered"} 3' in page
+
+
+def test_what_other_traffic_pushed_out_is_put_back_while_idle(start):
+    front = start("-np", "1", "-cram", "0", systems=(ONE,))
+    cached(front, "hello", OTHER)
+    tokens = standing(front)["tokens"]
+    assert cached(front, "first") < tokens
+    cached(front, "hello", OTHER)  # what the first request left is pushed out again
+    front.wait_said("put back while idle: warm prompt entry 1")
+    assert standing(front)["entries"][0]["evicted"] is False
+    assert cached(front, "second") >= tokens - 1
+
+
+@pytest.mark.parametrize("query", ["", "?full=1"])
+def test_a_clearing_under_load_fails_no_request_and_is_followed_by_a_warm_up(start, query):
+    front = start()
+    pid = front.backend()["pid"]
+    stop, answers = threading.Event(), []
+
+    def load(number):
+        with httpx.Client(trust_env=False, timeout=DEADLINE_S) as client:
+            while not stop.is_set():
+                body = ask(f"{number} and {len(answers)}")
+                answers.append(client.post(front.url + PATH, json=body).status_code)
+
+    threads = [threading.Thread(target=load, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    try:
+        until(lambda: len(answers) > 5, "some traffic")
+        reply = front.client.delete(f"/v1/cache/prefix{query}")
+        assert reply.status_code == 200
+        scope = "all" if query else "slots"
+        wanted = {"status": "cleared", "rewarm_scheduled": True, "scope": scope}
+        assert reply.json() == wanted
+        wait_warm(front, 2)
+        seen = len(answers)
+        until(lambda: len(answers) > seen + 5, "more traffic")
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    assert set(answers) == {200}
+    assert (front.backend()["pid"] == pid) is (not query)
+    assert not front.said("is not warm")
+
+
+def test_without_warm_prompts_a_clearing_empties_the_slots_all_the_same(
+    fake_llama, tiny_models, tmp_path
+):
+    model = str(tiny_models / "tiny-llama.gguf")
+    words = ("-m", model, "--device=cpu", "--llama-server", fake_llama, "-cram", "0")
+    front = Front(tmp_path, *words)
+    try:
+        front.ready()
+        cached(front, "hello")
+        assert cached(front, "hello") > 20
+        reply = front.client.delete("/v1/cache/prefix")
+        assert reply.json()["rewarm_scheduled"] is False
+        assert cached(front, "hello") < 20
+        assert "warm_prompts" not in front.backend()
+        assert front.client.get("/v1/cache/prefix").status_code == 405
+        front.post("/v1/backends/cpu/stop")
+        until(lambda: front.backend()["state"] == "stopped", "the stop")
+        refused = front.client.delete("/v1/cache/prefix")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (409, "not_ready")
+    finally:
+        front.stop()
+
+
+def test_a_killed_backend_is_warm_again_before_it_is_ready_and_the_counts_go_on(start):
+    front = start()
+    cached(front, "hello")
+    until(lambda: standing(front)["hits"] == 1, "the hit")
+    os.kill(front.backend()["pid"], signal.SIGKILL)
+    shown = wait_warm(front, 2)
+    assert shown["hits"] == 1
+    assert cached(front, "again") >= shown["entries"][0]["tokens"]
+
+
+def test_a_stopped_backend_shows_its_prompts_as_gone(start):
+    front = start()
+    front.post("/v1/backends/cpu/stop")
+    until(lambda: front.backend()["state"] == "stopped", "the stop")
+    entries = standing(front)["entries"]
+    assert [entry["why"] for entry in entries] == ["its backend is not running"] * 2
+    assert standing(front)["entry_count"] == 0
+
+
+def test_a_reload_reads_the_file_again_and_a_bad_one_changes_nothing(start, tmp_path):
+    front = start()
+    write(tmp_path, ONE, TWO, OTHER)
+    assert front.post("/v1/reload").status_code == 200
+    assert wait_warm(front, 2)["entry_count"] == 3
+    (tmp_path / "prompts.json").write_text("[[]]")
+    refused = front.post("/v1/reload")
+    assert refused.status_code == 400
+    assert "entry 1 has no messages" in refused.json()["error"]["message"]
+    assert standing(front)["entry_count"] == 3
+
+
+def test_saved_slots_are_restored_at_the_next_start(start, tmp_path):
+    config = tmp_path / "serve.toml"
+    config.write_text("[warm_prompts]\nsave = true\n")
+    first = start("--config", str(config))
+    assert {entry["source"] for entry in standing(first)["entries"]} == {"prefill"}
+    first.stop()
+    folder = tmp_path / "xdg" / "state" / "onebit" / "slots"
+    assert folder.stat().st_mode & 0o077 == 0
+    assert len(list(folder.glob("warm-*.bin"))) == 2
+    second = start("--config", str(config))
+    assert {entry["source"] for entry in standing(second)["entries"]} == {"disk"}
+    assert cached(second, "hello") >= standing(second)["entries"][0]["tokens"]
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen35"])
+def test_a_real_llama_server_keeps_them_too(start, real_llama_server, kind):
+    front = start("-c", "8192", "-t", "1", kind=kind, program=real_llama_server)
+    shown = wait_warm(front, 1)
+    for text in ("hello", "7 times 6", " space", "\nline", "你好"):
+        assert cached(front, text) >= shown["entries"][0]["tokens"] - 1, text
+    until(lambda: standing(front)["hits"] == 5, "five hits")
+    assert front.client.delete("/v1/cache/prefix").status_code == 200
+    wait_warm(front, 2)
+    assert cached(front, "first again", TWO) >= shown["entries"][1]["tokens"] - 1
+
+
+def test_what_a_real_llama_server_lost_in_its_sleep_is_put_back(start, real_llama_server):
+    sleepy = ("-c", "4096", "-t", "1", "--sleep-idle-seconds", "1")
+    front = start(*sleepy, program=real_llama_server, systems=(ONE, TWO))
+    front.wait_said(DONE)
+    url = "/v1/backends/cpu/logs"
+    until(lambda: "entering sleeping state" in front.client.get(url).text, "its sleep")
+    cached(front, "who wakes it", OTHER)
+    front.wait_said("put back while idle: warm prompt entry 1, entry 2")
+    assert cached(front, "hello", TWO) >= standing(front)["entries"][1]["tokens"] - 1
+
+
+# ------------------------------------------------------------------------- without a process
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "cannot be read: No such file"),
+        ("{", "is not JSON"),
+        ('[[{"role": "user", "content": "hi"}], [{"role": "user"}]]', "entry 2, message 1: has"),
+    ],
+)  # fmt: skip
+def test_a_file_that_cannot_be_used_is_refused_before_anything_starts(
+    text, message, tmp_path, tiny_models, fake_llama
+):
+    file = tmp_path / "p.json"
+    if text is not None:
+        file.write_text(text)
+    model = str(tiny_models / "tiny-llama.gguf")
+    words = ("-m", model, "--device", "cpu", "--llama-server", fake_llama)
+    with pytest.raises(UsageError, match=message) as caught:
+        prepare([*words, "--warm-prompts", str(file)], os.environ)
+    assert caught.value.exit_code == 2
+
+
+def test_looking_at_a_plan_makes_no_folder(tmp_path, tiny_models, fake_llama):
+    words = ["-m", str(tiny_models / "tiny-llama.gguf"), "--device", "cpu"]
+    words += ["--llama-server", fake_llama, "--warm-prompts", write(tmp_path, ONE)]
+    state = {**os.environ, "XDG_STATE_HOME": str(tmp_path / "state")}
+    made = prepare(words, state)
+    assert str(tmp_path / "state/onebit/slots") in made.plan.backends[0].arguments
+    assert not (tmp_path / "state").exists()
+    prepare(words, state, starts=True)
+    assert (tmp_path / "state/onebit/slots").is_dir()
+
+
+class Warmer:
+    """Says that one entry is due, and never ends to repair it."""
+
+    def __init__(self):
+        self.standings = (Standing("entry 1", tokens=9, reused_tokens=9, proven=True),)
+        self.begun = trio.Event()
+        self.ended = trio.Event()
+        self.given_up = []
+
+    @property
+    def repair_due(self):
+        return self.standings[0].evicted
+
+    def used(self, index, count):
+        self.standings = (self.standings[index].used(count),)
+
+    def lost_all(self):
+        self.standings = (self.standings[0].used(0),)
+
+    def give_up(self, index, why):
+        self.given_up.append((index, why))
+
+    async def repair(self):
+        self.begun.set()
+        try:
+            await trio.sleep_forever()
+        finally:
+            self.ended.set()
+
+
+@pytest.fixture
+def keeper(monkeypatch):
+    monkeypatch.setattr(prompts, "_IDLE_S", 0)
+    entry = Entry(({"role": "system", "content": ONE},), label="entry 1")
+    plan = BackendPlan(
+        name="b",
+        served_id="b",
+        device="cpu",
+        kind="llama-server",
+        role="chat",
+        binary="b",
+        model="m",
+        arguments=(),
+        prompts=PromptPlan((entry,)),
+    )
+    log = SimpleNamespace(lines=[])
+    log.say = lambda line, **_: log.lines.append(line)
+    made = PromptKeeper(plan, log)
+    made._warmer = Warmer()
+    return made
+
+
+BODY = json.dumps(ask("hi")).encode()
+
+
+async def test_a_client_who_comes_cancels_a_repair_and_it_begins_again_when_idle(keeper):
+    async with trio.open_nursery() as nursery:
+        keeper.note(PATH, BODY, b'{"cache_n":0}')
+        for _ in range(2):
+            warmer = keeper._warmer
+            warmer.begun, warmer.ended = trio.Event(), trio.Event()
+            keeper.idle(nursery)
+            with trio.fail_after(10):
+                await warmer.begun.wait()
+                keeper.busy()
+                await warmer.ended.wait()
+        assert warmer.repair_due
+
+
+def test_an_entry_that_is_gone_after_every_repair_is_given_up(keeper):
+    keeper._in_vain = [3]
+    keeper.note(PATH, BODY, b'{"cache_n":0}')
+    assert keeper._warmer.given_up == [(0, "clients find it gone after 3 repairs")]
+    assert "repaired no more" in keeper._log.lines[0]
+
+
+def test_one_hit_and_the_repairs_before_it_are_forgotten(keeper):
+    keeper._in_vain = [3]
+    keeper.note(PATH, BODY, b'{"cache_n":9}')
+    assert keeper._in_vain == [0]
+    assert not keeper._warmer.given_up
+
+
+def test_a_child_that_woke_has_lost_all(keeper):
+    keeper.hear(b"srv: server is entering sleeping state\n")
+    assert not keeper._warmer.repair_due
+    keeper.hear(b"srv: server is exiting sleeping state\n")
+    assert keeper._warmer.repair_due
