@@ -26,6 +26,7 @@ import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import psutil
 import trio
 
 from onebit_serve.core.http import Reply
@@ -50,6 +51,7 @@ SENTENCE = "Rule {n}: answer in the language of the question, be brief, and neve
 QUESTION = "What is rule {n} about, in one word?"
 OK = 200
 SLOTS = 8
+PIDS: dict[int, int] = {}  # of the servers, by port
 
 
 async def exchange(port: int, method: str, path: str, body: bytes = b"") -> Reply:
@@ -74,6 +76,7 @@ async def server(program: str, model: str, *flags: str) -> AsyncIterator[int]:
     child = subprocess.Popen(  # noqa: ASYNC220
         command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
     )
+    PIDS[port] = child.pid
     try:
         while True:
             with contextlib.suppress(GoneError):
@@ -143,9 +146,17 @@ async def reuse(models: dict[str, str], options: argparse.Namespace) -> None:
             row(name, standing.tokens, *lost)
 
 
-async def wave(port: int, system: str, at_once: int, texts: itertools.count[int]) -> list[float]:
-    """Send so many chats at once; return the seconds of each."""
+def cpu_s(port: int) -> float:
+    times = psutil.Process(PIDS[port]).cpu_times()
+    return times.user + times.system
+
+
+async def wave(
+    port: int, system: str, at_once: int, texts: itertools.count[int], spent: list[float]
+) -> list[float]:
+    """Send so many chats at once; return the seconds of each, and note the CPU seconds of one."""
     took: list[float] = []
+    before_s = cpu_s(port)
 
     async def one() -> None:
         took.append((await chat(port, system, QUESTION.format(n=next(texts))))[1])
@@ -153,16 +164,23 @@ async def wave(port: int, system: str, at_once: int, texts: itertools.count[int]
     async with trio.open_nursery() as nursery:
         for _ in range(at_once):
             nursery.start_soon(one)
+    spent.append((cpu_s(port) - before_s) / at_once)
     return took
 
 
 async def ttft(models: dict[str, str], options: argparse.Namespace) -> None:
-    """Cold against warm, in turns on two servers; the limit has no system prompt at all."""
-    head("model", "prompt", "at once", "cold ms", "warm ms", "limit ms", "cold / warm")
+    """Cold against warm, in turns on two servers; the limit has no system prompt at all.
+
+    The processor's time of a request beside its wall time: other work on the machine does not
+    lengthen it much.
+    """
+    arms = ("cold", "warm", "limit")
+    columns = [f"{arm} {what}ms" for what in ("", "CPU ") for arm in arms]
+    head("model", "prompt", "at once", *columns, "warm / limit CPU")
     texts = itertools.count(100)
     for name, model in models.items():
         context = SLOTS * (max(options.tokens) + 256)
-        flags = ("-np", str(SLOTS), "-c", str(context), "-cram", "0")
+        flags = ("-np", str(SLOTS), "-c", str(context), "-cram", "0", "-t", str(options.threads))
         async with (
             server(options.llama_server, model, *flags) as cold_port,
             server(options.llama_server, model, *flags) as warm_port,
@@ -173,17 +191,23 @@ async def ttft(models: dict[str, str], options: argparse.Namespace) -> None:
                 await one.clear()
                 await one.warm()
                 for at_once in options.at:
-                    times: dict[str, list[float]] = {"cold": [], "warm": [], "limit": []}
+                    times: dict[str, list[float]] = {arm: [] for arm in arms}
+                    spent: dict[str, list[float]] = {arm: [] for arm in arms}
                     for turn in range(options.repeats):
                         await warmer(cold_port, system).clear()
                         salted = f"{turn} {system}"
-                        times["cold"] += await wave(cold_port, salted, at_once, texts)
-                        times["warm"] += await wave(warm_port, system, at_once, texts)
-                        await warmer(cold_port, system).clear()
-                        times["limit"] += await wave(cold_port, "", at_once, texts)
-                    cold, warm, limit = (1000 * statistics.median(t) for t in times.values())
-                    ratio = f"{cold / warm:.1f}"
-                    row(name, tokens, at_once, f"{cold:.0f}", f"{warm:.0f}", f"{limit:.0f}", ratio)
+                        for arm, port, said in (
+                            ("cold", cold_port, salted),
+                            ("warm", warm_port, system),
+                            ("limit", cold_port, ""),
+                        ):
+                            if arm == "limit":
+                                await warmer(cold_port, system).clear()
+                            times[arm] += await wave(port, said, at_once, texts, spent[arm])
+                    medians = [statistics.median(times[arm]) for arm in arms]
+                    means = [statistics.mean(spent[arm]) for arm in arms]
+                    cells = [f"{1000 * value:.0f}" for value in (*medians, *means)]
+                    row(name, tokens, at_once, *cells, f"{means[1] / means[2]:.2f}")
 
 
 async def personas(models: dict[str, str], options: argparse.Namespace) -> None:
@@ -246,6 +270,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=numbers, default=[500])
     parser.add_argument("--at", type=numbers, default=[1, 4, 8])
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
     if not options.llama_server:
         parser.error("no llama-server on PATH: name one by --llama-server")

@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 import trio
 
-from onebit_serve.core import warm_prompts
+from onebit_serve.core import warm_prompts, wire
 from onebit_serve.core.http import Reply
 from onebit_serve.core.plan import BackendPlan
 from onebit_serve.core.warm_prompts import Standing
@@ -34,6 +34,7 @@ TAIL_BLOCKS = 8
 _TAIL_BYTES = 16384
 _IDLE_S = 0.5  # an agent's next request is often there by then
 _REPAIRS_IN_VAIN = 3
+_OK, _FAILED = 200, 500
 _EXIT_NOTICE_S = 0.5  # an exit is told when the output is drained, a tenth of a second at most
 _WOKE = b"exiting sleeping state"  # llama-server b10068, on --sleep-idle-seconds
 
@@ -203,12 +204,18 @@ class PromptKeeper:
     def _make(self, port: int, key: str, hear: Callable[[], None]) -> PromptWarmer:
         async def request(method: str, path: str, body: bytes) -> Reply:
             hear()
+            # what does not stream cannot be cancelled on some builds
+            streamed = wire.as_stream(path, body) if self._plan.assemble else None
             try:
-                reply = await exchange(port, method, path, body, key)
+                reply = await exchange(port, method, path, streamed or body, key)
             except GoneError:
                 self._lost_contact = True
                 raise
             hear()
+            if streamed and reply.status == _OK:
+                whole = wire.Assembler(streamed)
+                whole.feed(reply.body)
+                return Reply(_OK if whole.error is None else _FAILED, whole.body())
             return reply
 
         wanted = self._plan.prompts

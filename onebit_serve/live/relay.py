@@ -120,7 +120,7 @@ async def relay(
         if heartbeat is not None and await heartbeat.stop():
             go_on = await _join(errand, client, reply, lease, pump)
         elif errand.assemble or errand.model:
-            go_on = await _translate(errand, client, reply)
+            go_on = await _translate(errand, client, reply, lease)
         else:
             go_on = await _copy(errand, client, reply, lease, pump)
         finished = reply.whole and head.keep_alive
@@ -344,7 +344,7 @@ async def _cut(client: socket.socket, reply: _Reply, last: bytes, *, in_chunks: 
     raise CutError(reason)
 
 
-async def _translate(errand: Errand, client: socket.socket, reply: _Reply) -> bool:
+async def _translate(errand: Errand, client: socket.socket, reply: _Reply, lease: Lease) -> bool:
     """Pass on a reply whose body is not the backend's own: put together, or with another model."""
     head = reply.head
     closing = not errand.head.keep_alive or errand.head.http_1_0
@@ -355,6 +355,8 @@ async def _translate(errand: Errand, client: socket.socket, reply: _Reply) -> bo
         await _rename_events(errand, client, reply)
         return not closing
     whole = await _whole_body(reply)
+    if lease.tail is not None:
+        lease.tail.append(whole)
     if errand.assemble and head.event_stream:
         assembler = wire.Assembler(errand.body)
         try:

@@ -45,11 +45,11 @@ def start(fake_llama, tiny_models, tmp_path):
     """Start front doors of the fake, or of a program that is named."""
     started = []
 
-    def begin(*arguments, systems=(ONE, TWO), kind="llama", program=fake_llama):
+    def begin(*arguments, systems=(ONE, TWO), kind="llama", program=fake_llama, knobs=""):
         model = str(tiny_models / f"tiny-{kind}.gguf")
         file = write(tmp_path, *systems)
         words = ("-m", model, "--device=cpu", "--llama-server", program, "--warm-prompts", file)
-        started.append(Front(tmp_path, *words, *arguments))
+        started.append(Front(tmp_path, *words, *arguments, knobs=knobs))
         return started[-1].ready()
 
     yield begin
@@ -95,6 +95,17 @@ def test_prompts_are_proven_before_ready_and_hits_are_counted_by_the_backends_ow
     assert 'onebit_warm_prompts_hits_total{backend="cpu"} 2' in page
     assert f'onebit_warm_prompts_tokens_saved_total{{backend="cpu"}} {tokens}' in page
     assert 'onebit_requests_total{backend="cpu",outcome="answered"} 3' in page
+
+
+def test_replies_that_are_put_together_from_streams_count_too(start):
+    front = start(knobs="build=0.6.0", systems=(ONE,))  # a build that misses departures
+    bodies = [
+        json.loads(entry["body"]) for entry in front.requests() if entry["path"] == "/completion"
+    ]
+    assert bodies
+    assert all(body["stream"] for body in bodies)  # so that a client who comes can cancel them
+    assert cached(front, "hello") >= standing(front)["tokens"]
+    until(lambda: standing(front)["hits"] == 1, "the hit")
 
 
 def test_what_other_traffic_pushed_out_is_put_back_while_idle(start):
