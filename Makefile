@@ -18,7 +18,7 @@ DEV_INSTALLED := $(VENV)/.installed-dev
 BENCHES := $(sort $(subst _,-,$(notdir $(basename $(wildcard scripts/bench_*)))))
 SOURCES := onebit_serve tests scripts
 
-.PHONY: help setup serve fmt check test test-slow docs gate clean $(BENCHES)
+.PHONY: help setup serve fmt check test test-slow docs gate soak clean $(BENCHES)
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1  \2/p' $(MAKEFILE_LIST) | awk '{ t = $$1; $$1 = ""; printf "  make %-20s%s\n", t, $$0 }'
@@ -51,6 +51,9 @@ docs: $(INSTALLED) ## Write the pages that are generated from the program
 
 gate: $(INSTALLED) ## Run the release gate; GATE="quick --profile embedded" needs no hardware
 	scripts/hw-gate.sh $(GATE)
+
+soak: $(INSTALLED) ## Break a server at random for 20 minutes and account for every request
+	$(BIN)/python scripts/soak.py $(ARGS)
 
 clean: ## Remove the virtual environment and what the tools keep
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache build dist
