@@ -169,7 +169,10 @@ async def wave(
 
 
 async def ttft(models: dict[str, str], options: argparse.Namespace) -> None:
-    """Cold against warm, in turns on two servers; the limit has no system prompt at all.
+    """Cold against warm, in turns on two servers; the limit are other questions right after cold.
+
+    At the limit only the user's tokens are left to prefill, and all else is the same: reading,
+    rendering and tokenising a long prompt takes its time, cached or not.
 
     The processor's time of a request beside its wall time: other work on the machine does not
     lengthen it much.
@@ -199,10 +202,8 @@ async def ttft(models: dict[str, str], options: argparse.Namespace) -> None:
                         for arm, port, said in (
                             ("cold", cold_port, salted),
                             ("warm", warm_port, system),
-                            ("limit", cold_port, ""),
+                            ("limit", cold_port, salted),
                         ):
-                            if arm == "limit":
-                                await warmer(cold_port, system).clear()
                             times[arm] += await wave(port, said, at_once, texts, spent[arm])
                     medians = [statistics.median(times[arm]) for arm in arms]
                     means = [statistics.mean(spent[arm]) for arm in arms]

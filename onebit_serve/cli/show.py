@@ -75,6 +75,7 @@ def _plan_lines(plan: Plan, environment: Mapping[str, str]) -> Iterator[list[str
         yield [
             f"  backend      {backend.name}: {_title(backend)}, {backend.role}",
             f"  warm-up      {_warm_up(backend)}",
+            *([f"  prompts      {_prompts(backend)}"] if backend.prompts.entries else []),
             *(["  replies      assembled from streams"] if backend.assemble else []),
         ]
     yield [f"  stop         at most {plan.server.stop_s:g} s"]
@@ -105,6 +106,11 @@ def _environment(backend: BackendPlan, environment: Mapping[str, str]) -> list[s
 def _quoted(name: str, value: str) -> str:
     # Output is pasted into bug reports.
     return "..." if name.endswith(("_KEY", "_TOKEN")) else shlex.quote(value)
+
+
+def _prompts(backend: BackendPlan) -> str:
+    kept = ", saved to disk" if backend.prompts.save_to else ""
+    return f"{len(backend.prompts.entries)} put into the prompt cache before ready{kept}"
 
 
 def _warm_up(backend: BackendPlan) -> str:

@@ -14,6 +14,7 @@ import trio
 from front_door import Front
 from llama_process import DEADLINE_S, until
 
+from onebit_serve.cli import main
 from onebit_serve.cli.prepare import prepare
 from onebit_serve.core.errors import UsageError
 from onebit_serve.core.plan import BackendPlan
@@ -186,6 +187,14 @@ def test_a_killed_backend_is_warm_again_before_it_is_ready_and_the_counts_go_on(
     assert cached(front, "again") >= shown["entries"][0]["tokens"]
 
 
+def test_a_backend_that_starts_with_its_first_request_is_warm_for_it(start, tmp_path):
+    config = tmp_path / "serve.toml"
+    config.write_text("[backend]\nlazy = true\n")
+    front = start("--config", str(config))
+    assert not front.said(DONE)
+    assert cached(front, "hello") >= standing(front)["entries"][0]["tokens"] > 0
+
+
 def test_a_stopped_backend_shows_its_prompts_as_gone(start):
     front = start()
     front.post("/v1/backends/cpu/stop")
@@ -266,6 +275,13 @@ def test_a_file_that_cannot_be_used_is_refused_before_anything_starts(
     with pytest.raises(UsageError, match=message) as caught:
         prepare([*words, "--warm-prompts", str(file)], os.environ)
     assert caught.value.exit_code == 2
+
+
+def test_a_dry_run_tells_of_them(tmp_path, tiny_models, fake_llama, capsys):
+    words = ["serve", "--dry-run", "-m", str(tiny_models / "tiny-llama.gguf"), "--device", "cpu"]
+    words += ["--llama-server", fake_llama, "--warm-prompts", write(tmp_path, ONE, TWO)]
+    assert main(words) == 0
+    assert "prompts      2 put into the prompt cache before ready" in capsys.readouterr().out
 
 
 def test_looking_at_a_plan_makes_no_folder(tmp_path, tiny_models, fake_llama):
