@@ -22,8 +22,8 @@ LAYOUT = re.findall(
     """
     core.errors core.facts core.gguf core.binary core.caches core.http
     core.later core.config core.presets core.options core.placement
-    core.slots core.warm_prompts core.prompt_plan core.plan core.warmup
-    core.shapes core.choose core.ladder core.climb core.discover
+    core.slots core.warm_prompts core.prompt_plan core.plan core.shapes core.warmup
+    core.choose core.ladder core.climb core.discover
     core.policy core.laya core.scorers core.pressure core.prompts
     core.life core.wire core.route core.view core.admit
     core.access core.request_id core.metrics core.memory
@@ -32,7 +32,7 @@ LAYOUT = re.findall(
     live.doorkeeper
     live.free_memory
     live.cache live.machine live.device_lock live.history live.driver_caches live.prefetch
-    live.child live.pump live.upstream live.scorer live.saves live.prefix live.prompts live.probe
+    live.child live.pump live.upstream live.scorer live.saves live.prefix live.prompts live.probe live.shaper
     live.pulse live.episode live.supervise live.house live.orders live.heartbeat live.relay
     live.hangup live.reaper live.connection live.desk live.door
     serve bench gate

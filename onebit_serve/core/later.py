@@ -24,7 +24,6 @@ class Later(msgspec.Struct, frozen=True):
 # Delete a row when its feature is there; flags, keys and variables work from then on.
 NOT_YET: tuple[Later, ...] = (
     Later(("backend.idle_s", "backend.pin")),
-    Later(("warmup.budget_s", "warmup.idle", "warmup.idle_max_ms")),
     Later(
         ("laya.scorer", "laya.model", "laya.url", "laya.command", "laya.policy", "laya.deadline_s"),
         {"--laya": 0, "--laya-model": 1, "--route-policy": 1},

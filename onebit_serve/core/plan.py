@@ -46,12 +46,18 @@ class WarmUp(msgspec.Struct, frozen=True):
         deadline_s: Seconds until a warm-up that still progresses is cancelled, its retry included;
             infinite where there is no limit.
         skip: Why there is none (`cpu`, `off`), or empty.
+        budget_s: Seconds that further shapes may take before ready; 0 warms none.
+        idle: Whether the rest is warmed while the backend is idle.
+        idle_max_s: Longest predicted prefill of that, in seconds; 0 is no limit.
     """
 
     prompt_tokens: int = 465
     decode_tokens: int = 8
     deadline_s: float = 300.0
     skip: str = ""
+    budget_s: float = 0.0
+    idle: bool = False
+    idle_max_s: float = 0.5
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -466,4 +472,7 @@ def _warm_up(config: Config, preset: Preset, *, embedded: bool) -> WarmUp:
         decode_tokens=config.warmup.decode_tokens,
         deadline_s=config.warmup.deadline_s or math.inf,
         skip="off" if not config.warmup.enabled else "" if wanted else off,
+        budget_s=config.warmup.budget_s,
+        idle=config.warmup.idle,
+        idle_max_s=config.warmup.idle_max_ms / 1000,
     )

@@ -5,7 +5,8 @@ A live backend offers a frozen `BackendView`; pages, log lines and tests are mad
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -13,6 +14,9 @@ from onebit_serve.core import warm_prompts
 from onebit_serve.core.life import State
 from onebit_serve.core.warm_prompts import Standing
 from onebit_serve.core.wire import Refusal
+
+if TYPE_CHECKING:  # imported with the first plan: nothing may delay a child's start
+    from onebit_serve.core.climb import ClimbView
 
 __all__ = ["BackendView", "Page", "health", "livez", "models", "status", "unavailable"]
 
@@ -173,8 +177,18 @@ def models(views: tuple[BackendView, ...]) -> Page:
     return Page(200, {"object": "list", "data": data})
 
 
-def status(views: tuple[BackendView, ...], version: str) -> Page:
-    """Show every backend's state and figures."""
+def status(
+    views: tuple[BackendView, ...],
+    version: str,
+    shapes: Mapping[str, ClimbView | None] | None = None,
+) -> Page:
+    """Show every backend's state and figures.
+
+    Args:
+        views: The backends.
+        version: Ours.
+        shapes: By the backend's name, how far the warming of its shapes is.
+    """
     backends = []
     for view in views:
         fields = msgspec.to_builtins(view)
@@ -185,7 +199,30 @@ def status(views: tuple[BackendView, ...], version: str) -> Page:
             fields["warm_prompts"] = warm_prompts.view(view.warm_prompts)
         else:
             del fields["warm_prompts"]
+        climb = shapes.get(view.name) if shapes else None
+        if climb is not None:
+            fields["shapes"] = _shapes(climb)
         backends.append({k: v for k, v in fields.items() if v != ""})
     return Page(
         200, {"version": version, "status": health(views).body["status"], "backends": backends}
     )
+
+
+def _shapes(climb: ClimbView) -> dict[str, Any]:
+    """Show how many shapes there are, which are warm, and what each took: first and second time."""
+    return {
+        "planned": climb.planned,
+        "warmed": climb.warmed,
+        "cheap": climb.cheap,
+        "share": round(climb.share, 4),
+        "spent_s": round(climb.spent_s, 3),
+        "gained_s": round(climb.gained_s, 3),
+        "requests": [
+            {
+                "warms": label,
+                "first_ms": round(first_s * 1000, 1),
+                "second_ms": None if again_s is None else round(again_s * 1000, 1),
+            }
+            for label, first_s, again_s in climb.requests
+        ],
+    }

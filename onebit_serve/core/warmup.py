@@ -13,11 +13,13 @@ from typing import Any
 import msgspec
 
 from onebit_serve.core.plan import BackendPlan
+from onebit_serve.core.shapes import shows_checkpoints
 
 __all__ = [
     "SEED_TEXT",
     "WarmUpResult",
     "chat_request",
+    "checkpoints_shown",
     "completion_request",
     "embedding_request",
     "is_refused_output",
@@ -44,12 +46,14 @@ class WarmUpResult(msgspec.Struct, frozen=True):
         failure: Why it failed, or empty.
         prompt_tokens: Tokens that were prefilled, where the backend said so.
         decode_tokens: Tokens that were generated, where the backend said so.
+        checkpoints: Whether its progress showed that the model is checkpointed; `None` is unknown.
     """
 
     took_ms: float
     failure: str = ""
     prompt_tokens: int | None = None
     decode_tokens: int | None = None
+    checkpoints: bool | None = None
 
 
 def prompt_tokens_that_fit(wanted: int, decode_tokens: int, context_tokens: int | None) -> int:
@@ -129,3 +133,11 @@ def rerank_request(words: int) -> dict[str, Any]:
 def is_refused_output(body: bytes) -> bool:
     """Tell whether an error is a build's refusal of text that means nothing: the work was done."""
     return b"does not match the expected" in body and b"format" in body
+
+
+def checkpoints_shown(progress: list[dict[str, int]]) -> bool | None:
+    """Tell from a prompt's `prompt_progress` objects whether the server checkpoints its model."""
+    try:
+        return shows_checkpoints(progress[-1]["total"], [one["processed"] for one in progress])
+    except (IndexError, KeyError, TypeError):
+        return None

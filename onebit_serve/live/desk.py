@@ -120,7 +120,8 @@ class Desk:
             case "models":
                 return view.models(views)
             case "status":
-                return view.status(views, self._version)
+                shapes = {backend.plan.name: backend.shaper.view() for backend in self._house}
+                return view.status(views, self._version, shapes)
             case _:
                 return view.health(views)
 
@@ -258,7 +259,7 @@ class Desk:
             go_on = await relay(errand, connection.sock, lease, self._pump, heartbeat)
             whole = True
             if lease.tail:
-                backend.prompts.note(errand.head.path, errand.body, b"".join(lease.tail))
+                backend.note_reply(errand.head.path, errand.body, b"".join(lease.tail))
         except GoneError:
             whole = True  # no slot works for it any more
             raise

@@ -23,6 +23,7 @@ from onebit_serve.live import probe, pulse
 from onebit_serve.live.child import Child, Exit
 from onebit_serve.live.log import Log
 from onebit_serve.live.prompts import PromptKeeper
+from onebit_serve.live.shaper import Shaper
 from onebit_serve.live.spawn import Spawned, spawn
 from onebit_serve.live.upstream import HOST, GoneError, Upstream, exchange
 
@@ -63,6 +64,7 @@ class Episode:
         warm_up: What the warm-up came to, once it is over.
         leaving: Set when it is being stopped or is gone.
         prompts: Puts the warm prompts into its cache, where there are any.
+        shaper: Warms further shapes than the first request does.
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class Episode:
         self.warm_up: WarmUpResult | None = None
         self.leaving = trio.Event()
         self.prompts: PromptKeeper | None = None
+        self.shaper: Shaper | None = None
         self.ended: Exit | None = None
         self.killed_for_memory = False
         self._log = log
@@ -256,6 +259,8 @@ class Episode:
                 )
             else:
                 degraded = await self._warm_up()
+                if self.shaper is not None and self.warm_up is not None:
+                    await self.shaper.warm(self.port, self.key, self.hear, self.warm_up)
             if self.prompts is not None:
                 await self.prompts.warm(self.port, self.key, self.hear)
             self._warming = False

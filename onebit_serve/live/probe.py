@@ -102,7 +102,8 @@ async def _try(
     try:
         target, request = await _request(plan, port, key)
         began_s = trio.current_time()
-        last = await _send(port, key, target, request, on_progress)
+        progress: list[dict[str, int]] = []
+        last = await _send(port, key, target, request, on_progress, progress)
     except (GoneError, _WarmUpFailedError) as error:
         return WarmUpResult((trio.current_time() - began_s) * 1000, str(error) or repr(error))
     timings = last.get("timings") or {}
@@ -110,6 +111,7 @@ async def _try(
         (trio.current_time() - began_s) * 1000,
         prompt_tokens=timings.get("prompt_n"),
         decode_tokens=timings.get("predicted_n"),
+        checkpoints=warmup.checkpoints_shown(progress),
     )
 
 
@@ -157,9 +159,17 @@ async def _json(
 
 
 async def _send(
-    port: int, key: str, target: str, request: dict[str, Any], on_progress: Callable[[], None]
+    port: int,
+    key: str,
+    target: str,
+    request: dict[str, Any],
+    on_progress: Callable[[], None],
+    progress: list[dict[str, int]],
 ) -> dict[str, Any]:
-    """Send the warm-up and read its reply to the end; return its last JSON value."""
+    """Send the warm-up and read its reply to the end; return its last JSON value.
+
+    What it says of the prompt's progress goes to `progress`.
+    """
     body = msgspec.json.encode(request)
     last: dict[str, Any] = {}
     async with open_stream(port, "POST", target, body, key) as stream:
@@ -177,6 +187,8 @@ async def _send(
                     if warmup.is_refused_output(event):
                         return last
                     last = _event(target, event, last)
+                    if "prompt_progress" in last:
+                        progress.append(last["prompt_progress"])
     return last
 
 

@@ -39,6 +39,7 @@ from onebit_serve.live.log import Log
 from onebit_serve.live.logfile import LogFile
 from onebit_serve.live.prompts import TAIL_BLOCKS, PromptKeeper
 from onebit_serve.live.ring import LineRing
+from onebit_serve.live.shaper import Shaper
 from onebit_serve.live.spawn import Spawned
 from onebit_serve.live.upstream import GoneError, exchange
 
@@ -73,7 +74,7 @@ class Lease:
         sock: The connection in use, while there is one.
         blocks: Blocks of the reply's body received so far.
         size_bytes: Bytes in them.
-        tail: The last of them, where warm prompts make it worth a look.
+        tail: The last of them, where warm prompts or shapes make it worth a look.
     """
 
     __slots__ = ("_backend", "_episode", "blocks", "size_bytes", "sock", "tail", "upstream")
@@ -85,7 +86,7 @@ class Lease:
         self.sock: socket.socket | None = None
         self.blocks = 0
         self.size_bytes = 0
-        wanted = backend.prompts.wanted
+        wanted = backend.prompts.wanted or backend.shaper.active
         self.tail = collections.deque[bytes](maxlen=TAIL_BLOCKS) if wanted else None
 
     def alive(self) -> bool:
@@ -151,6 +152,7 @@ class Backend:
         early: A child that was started before the event loop, until it is taken over.
         ended: How its last child ended, in words; empty before the first end.
         prompts: Its warm prompts.
+        shaper: Warms its shapes.
         held: Requests wait in line although the child could take them.
     """
 
@@ -161,6 +163,7 @@ class Backend:
         self.output = LineRing()
         self.counters = Counters()
         self.prompts = PromptKeeper(plan, log)
+        self.shaper = Shaper(plan, log)
         self.held = False
         self._file = file
         self.ended = ""
@@ -338,6 +341,7 @@ class Backend:
     def _lease(self, episode: Episode) -> Lease:
         lease = Lease(self, episode)
         self.prompts.busy()
+        self.shaper.busy()
         self._leases.add(lease)
         if len(self._leases) == 1:
             episode.hear()
@@ -363,12 +367,15 @@ class Backend:
         """Drive the life until cancelled; a child that still runs then is killed."""
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
+            if self.shaper.wanted:
+                nursery.start_soon(self.shaper.keep)
             try:
                 async for number, event in self._receive:
                     if number in (_ANYBODY, self._life.starts):
                         self._take(self._judged(event), from_child=number != _ANYBODY)
             finally:
                 self.kill()
+                self.shaper.end()
 
     def _judged(self, event: machine.Event) -> machine.Event:
         """Let a stolen port be no excuse for ever."""
@@ -396,10 +403,18 @@ class Backend:
             self._carry_out(effect)
         self._wake()
         self._move_line()
+        self._climb_on()
+
+    def _climb_on(self) -> None:
+        """Let the rest of the shapes be warmed while the child is ready and nobody waits."""
+        is_free = self._life.state is State.READY and not self._leases and not self._line
+        if is_free and self._nursery:
+            self.shaper.idle(self._nursery)
 
     def _bury(self, before: Life) -> None:
         episode, self._episode = self._episode, None
         self.prompts.gone()
+        self.shaper.gone()
         self.output.end_line()
         if episode is None or episode.ended is None:
             self.ended = "never started"
@@ -423,6 +438,7 @@ class Backend:
             case machine.Stop() if episode:
                 episode.leave()
                 self.prompts.gone()
+                self.shaper.gone()
                 for lease in self._leases:
                     lease.cut()
                 nursery.start_soon(episode.child.stop, self._stop_s)
@@ -442,6 +458,7 @@ class Backend:
             cause = f"could not be started: {error.strerror}: {self.plan.binary}"
             self._post(machine.Exited(cause), number)
             return
+        self._episode.shaper = self.shaper if self.shaper.wanted else None
         self._episode.prompts = self.prompts if self.plan.role == "chat" else None
         nursery.start_soon(self._episode.run)
 
@@ -494,6 +511,12 @@ class Backend:
             cause = f"{_FATAL_IN_A_ROW} answers in a row were HTTP {status} with a compute error"
             self._post(machine.Broken(cause), episode.number)
 
+    def note_reply(self, path: str, body: bytes, tail: bytes) -> None:
+        """Learn from the counts at the end of a whole reply; arguments as `PromptKeeper.note`."""
+        if self.prompts.wanted:
+            self.prompts.note(path, body, tail)
+        self.shaper.note(tail, len(self._leases))
+
     def note_deaf(self, episode: Episode) -> None:
         """Replace a child that takes no connections any more."""
         if self._life.state is State.READY:
@@ -512,6 +535,7 @@ class Backend:
             self._wake()  # somebody may wait for that to stop it
             if self._nursery:
                 self.prompts.idle(self._nursery)
+                self._climb_on()
 
     def _wake(self) -> None:
         self._changed.set()

@@ -40,7 +40,18 @@ def told(monkeypatch):
 
 async def until_healthy(seen):
     child = SimpleNamespace(pid=4711, tail=Tail())
-    one = Episode(1, None, child, PORT, "", None, lambda *e: seen.events.append(e), lambda: None)
+    plan = SimpleNamespace(kind="mlx", arguments=())
+    one = Episode(
+        1,
+        plan,
+        child,
+        PORT,
+        "",
+        None,
+        lambda *e: seen.events.append(e),
+        lambda _: None,
+        lambda: None,
+    )
     with trio.fail_after(10):
         await one._until_healthy()
     return one

@@ -1,0 +1,355 @@
+"""Warms one backend's shapes: what fits the budget before ready, the rest while nobody waits.
+
+    warm      before ready, for every child anew: the first start, a restart, a lazy one, a reload
+    note      what a client's request prefilled: it teaches what to warm first at the next start
+    idle      nobody is waiting: go on; `busy` cancels that at once, since a client came
+    keep      writes what was learnt to the history, from time to time and at the end
+
+What to send, and in what order, is `core.climb`'s to say. A synthetic request is cancelled by
+closing its connection; a llama-server looks for that between batches only, so what is in the works
+is finished first. Idle requests are therefore short.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import trio
+
+from onebit_serve.core import options, warmup
+from onebit_serve.core.plan import BackendPlan
+from onebit_serve.core.warmup import WarmUpResult
+from onebit_serve.live.log import Log
+from onebit_serve.live.upstream import GoneError, exchange
+
+if TYPE_CHECKING:  # imported when the child loads: nothing here may delay its start
+    from onebit_serve.core.climb import Climb, ClimbView
+    from onebit_serve.core.ladder import Request
+    from onebit_serve.live.history import History
+
+__all__ = ["Shaper"]
+
+_OK = 200
+_IDLE_S = 1.0  # an agent's next request is often there by then
+_TAIL_BYTES = 16384
+_PROMPT_TOKENS = re.compile(rb'"prompt_n"\s*:\s*(\d+)')
+_PROMPT_MS = re.compile(rb'"prompt_ms"\s*:\s*([\d.]+)')
+
+
+class _RefusedError(Exception):
+    """The backend answers, but not what a plan needs."""
+
+
+class _Child(msgspec.Struct, frozen=True):
+    """Whom to send to: its port and key, ids its tokenizer made, and how it shows that it works."""
+
+    port: int
+    key: str
+    seed_ids: list[int]
+    hear: Callable[[], None]
+
+
+class Shaper:
+    """The shapes of one backend, over all its children.
+
+    Args:
+        plan: The backend.
+        log: Where to say what happened.
+
+    Attributes:
+        wanted: Whether there is anything to do for this backend.
+    """
+
+    def __init__(self, plan: BackendPlan, log: Log) -> None:
+        warm_up = plan.warm_up
+        can = plan.kind == "llama-server" and plan.role == "chat" and plan.device != "cpu"
+        self.wanted = can and not warm_up.skip and (warm_up.budget_s > 0 or warm_up.idle)
+        self._plan = plan
+        self._log = log
+        self._climb: Climb | None = None
+        self._child: _Child | None = None
+        self._history: History | None = None
+        self._saved: Climb | None = None
+        self._scope: trio.CancelScope | None = None
+        self._is_done = False
+        self._ended = trio.Event()
+
+    def __repr__(self) -> str:
+        return f"<Shaper {self._plan.name}: {self.view()}>"
+
+    @property
+    def active(self) -> bool:
+        """Whether replies are worth a look at their counts."""
+        return self._climb is not None
+
+    def view(self) -> ClimbView | None:
+        """Return what status shows; `None` where nothing is planned. It takes milliseconds."""
+        return self._climb.view() if self._climb is not None else None
+
+    # -------------------------------------------------------------------------- before ready
+
+    async def warm(
+        self, port: int, key: str, hear: Callable[[], None], first: WarmUpResult
+    ) -> None:
+        """Warm what fits the budget, of a child that is about to be ready.
+
+        Args:
+            port: Its port.
+            key: Its API key, or empty.
+            hear: Called whenever it shows that it works.
+            first: What its first warm-up request came to.
+        """
+        self._climb = self._child = None
+        self._is_done = False
+        if not self.wanted or first.failure:
+            return
+        began_s = trio.current_time()
+        with trio.move_on_after(self._plan.warm_up.deadline_s):
+            try:
+                await self._meet(port, key, hear, first)
+                await self._climb_before()
+            except (GoneError, _RefusedError) as error:
+                # the exit of a child that is gone is told by those who watch it
+                self._say(f"no further shapes are warmed: {error}")
+        if self._climb is not None and self._climb.sent:
+            sent, took_s = len(self._climb.sent), trio.current_time() - began_s
+            seen = await trio.to_thread.run_sync(self._climb.view, abandon_on_cancel=True)
+            self._say(
+                f"{sent} further requests warmed {seen.warmed} of {seen.planned} shapes "
+                f"in {took_s:.1f} s"
+            )
+
+    async def _meet(
+        self, port: int, key: str, hear: Callable[[], None], first: WarmUpResult
+    ) -> None:
+        """Ask the child what it is, and the history what is known of its kind."""
+        from onebit_serve.core.climb import begin
+        from onebit_serve.core.shapes import ShapeModel, Splitting, classes_for
+
+        plan = self._plan
+        props = await _json(port, key, "GET", "/props")
+        text = {"content": warmup.SEED_TEXT, "add_special": False}
+        seed = await _json(port, key, "POST", "/tokenize", text)
+        try:
+            slots, context = props["total_slots"], props["default_generation_settings"]["n_ctx"]
+            self._child = _Child(port, key, seed["tokens"], hear)
+            warmup.prompt_ids(seed["tokens"], 1)
+        except (KeyError, TypeError, ValueError) as error:
+            raise _RefusedError(f"it did not say what a plan needs ({error!r})") from None
+        remembered = await trio.to_thread.run_sync(self._kept().load)
+        ubatch = self._number(512, "-ub", "--ubatch-size")
+        splitting = Splitting(
+            ubatch, self._number(2048, "-b", "--batch-size"), bool(first.checkpoints)
+        )
+        model = ShapeModel(
+            splitting, remembered.classes or classes_for(plan.device, ubatch), slots, context
+        )
+        self._climb = await trio.to_thread.run_sync(
+            partial(
+                begin,
+                model,
+                plan.device,
+                histogram=remembered.histogram,
+                costs=remembered.costs,
+                first_prompt_tokens=first.prompt_tokens or 0,
+                first_decode_tokens=first.decode_tokens or 1,
+                idle_max_s=plan.warm_up.idle_max_s,
+            ),
+            abandon_on_cancel=True,
+        )
+
+    async def _climb_before(self) -> None:
+        end_s = trio.current_time() + self._plan.warm_up.budget_s
+        while (left_s := end_s - trio.current_time()) > 0 and self._climb is not None:
+            after, request = await trio.to_thread.run_sync(
+                self._climb.before, left_s, abandon_on_cancel=True
+            )
+            self._climb = after
+            if request is None:
+                return
+            took_s = await self._send(request, range(request.sequences))
+            self._climb = after.completed(request, took_s)
+
+    # ------------------------------------------------------------------------ client traffic
+
+    def note(self, tail: bytes, in_flight: int) -> None:
+        """Learn from the counts that a whole reply ends with.
+
+        Args:
+            tail: The end of the reply's body.
+            in_flight: How many requests the backend had with it.
+        """
+        tokens = _PROMPT_TOKENS.findall(tail[-_TAIL_BYTES:])
+        took_ms = _PROMPT_MS.findall(tail[-_TAIL_BYTES:])
+        if self._climb is None or self._history is None or not tokens or not took_ms:
+            return
+        self._history.note_prefill(int(tokens[-1]))
+        self._history.note_decode(in_flight)
+        # Whether the others decoded at that time is not known: only its own steps count as warm.
+        with contextlib.suppress(ValueError):
+            alone = in_flight == 1
+            prompt_s = float(took_ms[-1]) / 1000
+            if alone:
+                self._climb = self._climb.served(int(tokens[-1]), prompt_s)
+
+    def busy(self) -> None:
+        """Note that a client's request came: it goes first."""
+        if self._scope is not None:
+            self._scope.cancel()
+            self._scope = None
+
+    def idle(self, nursery: trio.Nursery) -> None:
+        """Note that no client waits for the backend; go on with what is left."""
+        wanted = self._plan.warm_up.idle and self._climb is not None and not self._is_done
+        if wanted and self._scope is None:
+            self._scope = trio.CancelScope()
+            nursery.start_soon(self._climb_idle, self._scope)
+
+    def gone(self) -> None:
+        """Note that the child is gone, and what was warm with it."""
+        self.busy()
+        self._child = None
+        self._is_done = True
+
+    async def _climb_idle(self, scope: trio.CancelScope) -> None:
+        with scope:
+            await trio.sleep(_IDLE_S)
+            try:
+                while await self._idle_step():
+                    pass
+            except (GoneError, _RefusedError) as error:
+                self._is_done = True
+                self._say(f"no further shapes are warmed while idle: {error}")
+        if self._scope is scope:
+            self._scope = None
+
+    async def _idle_step(self) -> bool:
+        """Send the next request twice; return whether there may be more."""
+        climb, child = self._climb, self._child
+        if climb is None or child is None:
+            return False
+        slots = await _json(child.port, child.key, "GET", "/slots")
+        if not isinstance(slots, list):
+            raise _RefusedError("/slots answered no list")
+        planned = partial(climb.idle, slots, host_cache=self._plan.prompts.host_bytes != 0)
+        after, request, pinned = await trio.to_thread.run_sync(planned, abandon_on_cancel=True)
+        self._climb = after
+        if request is None:
+            self._is_done = not after.ladder.idle
+            if self._is_done:
+                seen = await trio.to_thread.run_sync(after.view, abandon_on_cancel=True)
+                self._say(f"warmed {seen.warmed} of {seen.planned} shapes, the last while idle")
+            return False
+        first_s = await self._send(request, pinned)
+        again_s = await self._send(request, pinned)
+        self._climb = after.completed(request, first_s, again_s)
+        return True
+
+    # ----------------------------------------------------------------------------- the history
+
+    async def keep(self) -> None:
+        """Write what was learnt from time to time, and once more at the end."""
+        from onebit_serve.live.history import FLUSH_S
+
+        if not self.wanted:
+            return
+        try:
+            while not self._ended.is_set():
+                with trio.move_on_after(FLUSH_S):
+                    await self._ended.wait()
+                await trio.to_thread.run_sync(self._write)
+        finally:
+            with trio.CancelScope(shield=True):
+                await trio.to_thread.run_sync(self._write)
+
+    def end(self) -> None:
+        """End `keep`, for a backend that is stopped for good."""
+        self._ended.set()
+
+    def _write(self) -> None:
+        if self._history is not None:
+            self._history.flush()
+            climb = self._climb
+            if climb is not None and climb.sent and climb is not self._saved:
+                self._history.save_costs(climb.costs)
+                self._saved = climb
+
+    def _kept(self) -> History:
+        from onebit_serve.live.history import History, Key, state_file
+
+        if self._history is None:
+            plan = self._plan
+            key = Key(_identity(plan.model), plan.device, _identity(plan.binary))
+            self._history = History(state_file(os.environ), key, self._say)
+        return self._history
+
+    # ----------------------------------------------------------------------------------- small
+
+    async def _send(self, request: Request, slots: Sequence[int]) -> float:
+        """Send a synthetic request, a burst at once; return the seconds until the last ended."""
+        child = self._child
+        if child is None:
+            raise _RefusedError("the backend is gone")
+        failures: list[Exception] = []
+        ids = warmup.prompt_ids(child.seed_ids, request.prompt_tokens)
+
+        async def one(decode_tokens: int, slot: int) -> None:
+            body = warmup.completion_request(ids, decode_tokens) | {"id_slot": slot}
+            data = msgspec.json.encode(body)
+            try:
+                reply = await exchange(child.port, "POST", "/completion", data, child.key)
+            except GoneError as error:
+                failures.append(error)
+                return
+            failed = reply.status != _OK or b'\ndata: {"error"' in b"\n" + reply.body
+            if failed and not warmup.is_refused_output(reply.body):
+                failures.append(_RefusedError(f"HTTP {reply.status} from /completion"))
+
+        child.hear()
+        began_s = trio.current_time()
+        async with trio.open_nursery() as nursery:
+            for decode_tokens, slot in zip(request.decode_tokens, slots):  # noqa: B905 - 3.10
+                nursery.start_soon(one, decode_tokens, slot)
+        took_s = trio.current_time() - began_s
+        child.hear()
+        if failures:
+            raise failures[0]
+        return took_s
+
+    def _number(self, otherwise: int, *spellings: str) -> int:
+        said = options.value(self._plan.arguments, *spellings)
+        try:
+            return max(1, int(said)) if said else otherwise
+        except ValueError:  # llama-server refuses it
+            return otherwise
+
+    def _say(self, line: str) -> None:
+        self._log.say(f"{self._plan.name}: {line}", backend=self._plan.name)
+
+
+async def _json(
+    port: int, key: str, method: str, path: str, body: dict[str, Any] | None = None
+) -> Any:
+    data = msgspec.json.encode(body) if body is not None else b""
+    reply = await exchange(port, method, path, data, key)
+    if reply.status != _OK:
+        raise _RefusedError(f"HTTP {reply.status} from {path}")
+    try:
+        return msgspec.json.decode(reply.body)
+    except msgspec.DecodeError:
+        raise _RefusedError(f"{path} answered no JSON") from None
+
+
+def _identity(path: str) -> str:
+    """Return what tells a file from another of the same name."""
+    with contextlib.suppress(OSError):
+        found = Path(path).stat()
+        return f"{Path(path).name} {found.st_size} {found.st_mtime_ns}"
+    return path
