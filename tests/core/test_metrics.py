@@ -8,6 +8,7 @@ import pytest
 from onebit_serve.core.life import State
 from onebit_serve.core.metrics import FAMILIES, OUTCOMES, Counters, DoorCounters, render
 from onebit_serve.core.view import BackendView
+from onebit_serve.core.warm_prompts import Standing
 
 DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
 SAMPLE = re.compile(r'([a-zA-Z_:][\w:]*)(?:\{((?:[a-zA-Z_]\w*="(?:[^"\\]|\\.)*",?)*)\})? (\S+)')
