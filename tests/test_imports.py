@@ -32,7 +32,8 @@ LAYOUT = re.findall(
     live.doorkeeper
     live.free_memory
     live.cache live.machine live.device_lock live.history live.driver_caches live.prefetch
-    live.child live.pump live.upstream live.scorer live.saves live.prefix live.prompts live.probe live.shaper
+    live.child live.pump live.upstream live.scorer live.saves live.prefix live.prompts live.probe
+    live.shaper
     live.pulse live.episode live.supervise live.house live.orders live.heartbeat live.relay
     live.hangup live.reaper live.connection live.desk live.door
     serve bench gate

@@ -181,7 +181,9 @@ def _checked(url: str) -> str:
     whole = url if "://" in url else f"http://{url}"
     try:
         parts = urlsplit(whole)
-        fine = parts.scheme in _DEFAULT_PORTS and parts.hostname and parts.port != 0
+        readable = url.isprintable() and " " not in url
+        known = parts.scheme in _DEFAULT_PORTS and bool(parts.hostname)
+        fine = readable and known and parts.port != 0
     except ValueError:
         fine = False
     if not fine:

@@ -42,6 +42,7 @@ _HOP_BY_HOP = frozenset(
         b"upgrade",
     }
 )
+_NOT_PASSED = _HOP_BY_HOP | {b"x-accel-buffering"}  # said by us, once
 # What a backend is not told: a llama-server would echo the origin, and the key is not for it.
 _NOT_FORWARDED = _HOP_BY_HOP | {
     b"authorization",
@@ -372,7 +373,7 @@ def response_head(raw: bytes) -> ResponseHead:
         elif name == b"connection":
             keep_alive = keep_alive and b"close" not in value.lower()
             continue
-        elif name in _HOP_BY_HOP or name.startswith(b"access-control-"):
+        elif name in _NOT_PASSED or name.startswith(b"access-control-"):
             continue  # a llama-server echoes any origin; who may read is the door's to say
         kept.append(field)
     if event_stream:

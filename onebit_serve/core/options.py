@@ -167,6 +167,9 @@ def split(words: Sequence[str], own: Mapping[str, int], child: Mapping[str, int]
             check_extra(extra)
             return Split(tuple(ours), tuple(theirs), extra)
         name, equals, value = word.partition("=") if word.startswith("--") else (word, "", "")
+        if name.startswith("--"):  # llama-server takes --ctx_size for --ctx-size
+            name = name.replace("_", "-")
+            word = name + equals + value
         if child is None and name not in own:
             _refuse(name)
             theirs.append(word)
@@ -226,6 +229,8 @@ def check_extra(words: Iterable[str]) -> None:
     """
     for word in words:
         name = word.partition("=")[0]
+        if name.startswith("--"):
+            name = name.replace("_", "-")
         hint = _REFUSED_AFTER.get(name) or _REFUSED.get(name)
         if hint:
             raise UsageError(f"{name} cannot be given to the backend", hint=hint)

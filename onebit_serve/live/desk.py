@@ -35,6 +35,8 @@ __all__ = ["Desk"]
 
 _SENT_AT_MOST = 2
 _LOG_LINES = 200
+_MOST_LOG_LINES = 2000
+_MOST_DIGITS = 9
 _OWN_METRICS_S = 2.0
 
 
@@ -175,11 +177,20 @@ class Desk:
         if backend is None:
             return await connection.answer_refusal(head, self._orders.no_such_backend(name), lines)
         kind = b"text/plain; charset=utf-8"
-        if b"follow=1" not in head.target.partition(b"?")[2].split(b"&"):
-            text = backend.output.last(_LOG_LINES)
+        asked = dict(
+            part.partition(b"=")[::2] for part in head.target.partition(b"?")[2].split(b"&")
+        )
+        said = asked.get(b"lines", b"")
+        count = (
+            min(int(said), _MOST_LOG_LINES)
+            if said.isdigit() and len(said) < _MOST_DIGITS
+            else _LOG_LINES
+        )
+        if asked.get(b"follow") != b"1":
+            text = backend.output.last(count)
             return await connection.answer(head, 200, text, kind=kind, lines=lines)
         await connection.begin_chunks(head, kind=kind, lines=lines)
-        async for piece in backend.output.follow(_LOG_LINES):
+        async for piece in backend.output.follow(count):
             await connection.send_chunk(piece)
         await connection.send_chunk(b"")
         return False
@@ -242,7 +253,8 @@ class Desk:
                     break
             backend.counters.replayed += 1
             self._log.say(f"a request to {name} is sent again: {reason}", backend=name)
-        message = f"{name} failed before it answered: {reason}"
+        cause = backend.view().cause
+        message = f"{name} failed before it answered: {cause or reason}"
         refusal = Refusal(502, message, "backend_gone")
         return "failed", await _send_refusal(connection, errand, refusal, heartbeat)
 

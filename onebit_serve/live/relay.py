@@ -237,11 +237,13 @@ def _reply(errand: Errand, sock: socket.socket, received: bytes, end: int) -> _R
     to_head = errand.head.method == "HEAD"
     bodiless = to_head or head.status in _BODILESS
     keep_body = errand.assemble or bool(errand.model) or errand.head.http_1_0
-    if not keep_body and not head.chunked and head.length == len(rest):
+    if not bodiless and not keep_body and not head.chunked and head.length == len(rest):
         return _Reply(sock, head, rest, None, bodiless)
+    if bodiless:  # whatever follows its head is not for the client, who would read it as a reply
+        quiet = msgspec.structs.replace(head, keep_alive=head.keep_alive and not rest)
+        return _Reply(sock, quiet, b"", None, bodiless)
     framer = ResponseFramer(keep_body=keep_body)
-    if not bodiless:
-        _feed(framer, received)
+    _feed(framer, received)
     return _Reply(sock, head, rest, framer, bodiless)
 
 

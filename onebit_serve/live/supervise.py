@@ -488,7 +488,7 @@ class Backend:
                 self._log.error(f"the {plan.device} backend is stopped: {cause}", **facts)
             case machine.Exited(cause=cause) if state is not State.STOPPING:
                 self._log.error(f"a {plan.device} backend {cause}", **facts)
-        if life.state is State.READY and life.restarts:
+        if life.state is State.READY and life.restarts and before.ever_ready:
             self._log.say(f"{plan.name} is ready again", **facts)
         if life.state is State.LOADING and state is not State.LOADING:
             name = os.path.basename(plan.binary)  # noqa: PTH119 - a name, not a file

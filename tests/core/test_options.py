@@ -125,6 +125,13 @@ def test_what_only_we_may_set_is_refused_after_the_two_dashes(word):
     assert caught.value.hint
 
 
+def test_underscores_stand_for_dashes_as_in_llama_server():
+    assert split("--no_warmup").own == split("--no-warmup").own
+    assert split("--n_gpu_layers 9").child == split("--n-gpu-layers 9").child
+    with pytest.raises(UsageError, match="--api-key cannot be given"):
+        split("-- --api_key=x")
+
+
 def test_before_the_backend_is_known_everything_else_is_kept_unchecked():
     parts = options.split(["-fa", "on", "-p", "1", "--tpyo", "x"], OWN, None)
     assert parts == options.Split((("-p", "1"),), ("-fa", "on", "--tpyo", "x"), ())

@@ -35,7 +35,7 @@ AMBIGUOUS = {
     "coding-gzip": "Host: 127.0.0.1\r\nTransfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n",
     "coding-twice": "Host: 127.0.0.1\r\nTransfer-Encoding: chunked, chunked\r\n\r\n0\r\n\r\n",
     "coding-two-lines": (
-        "Host: 127.0.0.1\r\nTransfer-Encoding: identity\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
+        "Host: [::1]\r\nTransfer-Encoding: identity\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
     ),
     "coding-identity": "Host: 127.0.0.1\r\nTransfer-Encoding: identity\r\n\r\n",
     "coding-unknown": "Host: 127.0.0.1\r\nTransfer-Encoding: xchunked\r\n\r\n0\r\n\r\n",
@@ -62,8 +62,10 @@ AMBIGUOUS = {
     "chunk-hex": "Host: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n\r\n0x2\r\n{}\r\n0\r\n\r\n",
     "chunk-no-end": "Host: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}0\r\n\r\n",
     "chunk-lf": "Host: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n\r\n2\n{}\r\n0\r\n\r\n",
-    "chunk-extension-lf": "Host: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n\r\n2;a\nb\r\n{}\r\n0\r\n\r\n",
-    "chunk-size-missing": "Host: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n\r\n\r\n{}\r\n0\r\n\r\n",
+    "chunk-extension-lf": (
+        "Host: [::1]\r\nTransfer-Encoding: chunked\r\n\r\n2;a\nb\r\n{}\r\n0\r\n\r\n"
+    ),
+    "chunk-size-missing": "Host: [::1]\r\nTransfer-Encoding: chunked\r\n\r\n\r\n{}\r\n0\r\n\r\n",
     "after-the-chunks": "Host: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n",
     "expectation": "Host: 127.0.0.1\r\nExpect: 200-ok\r\nContent-Length: 2\r\n\r\n{}",
 }
@@ -346,7 +348,7 @@ def test_a_head_over_the_limit_is_refused(strict: Front) -> None:
         b"G",
         b"GET /livez HTTP/1.1\r\nHost: 127.0.0.1\r\n",
         b"POST /completion HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 9\r\n\r\n{",
-        b"POST /completion HTTP/1.1\r\nHost: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nab",
+        b"POST /completion HTTP/1.1\r\nHost: [::1]\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nab",
     ],
 )
 def test_a_client_that_takes_its_time_is_closed(strict: Front, start: bytes) -> None:
