@@ -40,6 +40,11 @@ def program(path: Path, text: str) -> str:
     return str(path)
 
 
+def listens(port: int) -> bool:
+    with socket.socket() as sock:
+        return sock.connect_ex(("127.0.0.1", port)) == 0
+
+
 @pytest.mark.parametrize(
     ("knobs", "said", "state"),
     [
@@ -402,7 +407,9 @@ def test_a_backend_that_closes_its_port_while_it_streams_is_replaced(serve, row)
     """llama-server does so at a TERM from outside, and waits for its streams."""
     served = serve(backend("a", "tps=2|0"), server={"stop_s": 2}).ready()
     with served.stream("a", max_tokens=200).begun().raw as raw:
+        port = served.view("a")["port"]
         served.kill("a", signal.SIGTERM)
+        wait_for(lambda: not listens(port), "the port to be closed")
         assert served.ask("a").status == 200
         assert served.view("a")["restarts"] == 1
         assert b'data: {"error"' in raw.rest()

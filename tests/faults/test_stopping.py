@@ -28,7 +28,10 @@ def reach(serve, state: str, knobs: str = "", stop_s: float = 1) -> tuple[Served
         served.ready()
     if state == "loading, restart":
         served.kill("a")
-        return served, int(served.wait_state("a", "loading", restarts=1)["pid"])
+        pid = int(served.wait_state("a", "loading", restarts=1)["pid"])
+        # it answers, so it has its signal handlers
+        wait_for(lambda: any(e["pid"] == pid for e in served.events("a", "request")), "the start")
+        return served, pid
     return served, int(served.view("a")["pid"])
 
 
