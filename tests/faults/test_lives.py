@@ -152,6 +152,7 @@ def test_a_load_without_progress_is_ended_and_one_with_progress_is_not(serve, ro
     row("slow load with progress", "loading, first start", "answered", "ready after the load")
 
 
+@pytest.mark.slow
 def test_a_load_limit_counts_whatever_progress_there_is(serve) -> None:
     served = serve(
         backend("a", "load=60|0 lines=0.1|0", lazy=True, load_limit_s=1.5), server={"stop_s": 1}
@@ -222,6 +223,7 @@ def test_a_hang_in_mid_stream_is_an_error_event(serve, row) -> None:
     row("hang, /health says 200", "ready, streaming", "an error event", "restarted")
 
 
+@pytest.mark.slow
 def test_a_hang_of_everything_while_idle_is_noticed(serve, row) -> None:
     served = serve(
         backend("a", "hang_at=2s:all|never", hang_s=2), constants={"_HEALTH_ANSWER_S": 1}

@@ -96,6 +96,7 @@ def test_a_model_file_that_breaks_is_named_and_a_repaired_one_is_taken(
     )
 
 
+@pytest.mark.slow
 def test_a_prefill_longer_than_hang_s_is_no_hang_on_a_real_backend(begin, smollm2, row) -> None:
     served = begin(smollm2, hang_s=0.5)
     answer = served.ask("a", "one two three four five six seven eight " * 60)
