@@ -18,6 +18,14 @@ Row = Callable[..., None]
 Serve = Callable[..., Served]
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave the faults to `make test-slow`: they wait for real time, which may be scarce."""
+    here = Path(__file__).parent
+    for item in items:
+        if here in item.path.parents:
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture
 def row(request: pytest.FixtureRequest) -> Row:
     """Note one row of docs/reliability.md; a test does so after its last assertion."""
