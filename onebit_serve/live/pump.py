@@ -164,18 +164,19 @@ class Pump:
     def _step(self, body: _Body) -> None:
         if body.gone:
             return
-        waits = bool(body.unsent)
-        ended = body.send(body.unsent) if waits else body.move()
+        watched = body.client if body.unsent else body.backend
+        ended = body.send(body.unsent) if body.unsent else body.move()
         if ended is not None:
-            self._forget(body)
+            body.gone = True
+            self._selector.unregister(watched)
             body.ended = ended
             self._token.run_sync_soon(body.done.set)
-        elif waits and not body.unsent:
-            self._selector.unregister(body.client)
-            self._selector.register(body.backend, selectors.EVENT_READ, body)
-        elif body.unsent and not waits:
-            self._selector.unregister(body.backend)
-            self._selector.register(body.client, selectors.EVENT_WRITE, body)
+            return
+        wanted = body.client if body.unsent else body.backend
+        if wanted is not watched:
+            event = selectors.EVENT_WRITE if body.unsent else selectors.EVENT_READ
+            self._selector.unregister(watched)
+            self._selector.register(wanted, event, body)
 
     def _forget(self, body: _Body) -> None:
         if not body.gone:

@@ -5,7 +5,7 @@ import random
 import socket
 import struct
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 import pytest
 import trio
@@ -24,6 +24,7 @@ class Count:
     """Counts what the pump moves."""
 
     blocks = 0
+    size_bytes = 0
     tail = None
 
 
@@ -160,6 +161,26 @@ async def test_a_slow_reader_loses_nothing_and_holds_up_nobody(ways):
             got = await slow.read(len(body))
     assert slow.ended is Ended.COMPLETE
     assert hashlib.sha256(got).digest() == hashlib.sha256(body).digest()
+
+
+async def test_a_body_whose_end_waits_for_the_reader_is_whole_when_it_is_read(ways):
+    way, after = Way(SIZED % 5), Way(SIZED % 5)
+    ways += (way, after)
+    pump = Pump()
+    held = 0
+    with suppress(BlockingIOError):  # until the client's side takes no more
+        while True:
+            held += way.client.send(bytes(65536))
+    with trio.fail_after(BOUND_S):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(way.carry, pump)
+            await send_all(way.backend_far, b"whole")
+            assert (await way.read(held + 5))[held:] == b"whole"
+        assert way.ended is Ended.COMPLETE
+        async with trio.open_nursery() as nursery:  # and the pump goes on
+            nursery.start_soon(after.carry, pump)
+            await send_all(after.backend_far, b"after")
+            assert await after.read(5) == b"after"
 
 
 async def test_a_slow_reader_that_leaves_ends_it(ways):
