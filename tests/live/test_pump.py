@@ -168,9 +168,10 @@ async def test_a_body_whose_end_waits_for_the_reader_is_whole_when_it_is_read(wa
     ways += (way, after)
     pump = Pump()
     held = 0
-    with suppress(BlockingIOError):  # until the client's side takes no more
-        while True:
-            held += way.client.send(bytes(65536))
+    for size in (65536, 1024, 1):  # until the client's side takes not a byte more
+        with suppress(BlockingIOError):
+            while True:
+                held += way.client.send(bytes(size))
     with trio.fail_after(BOUND_S):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(way.carry, pump)
