@@ -176,6 +176,8 @@ async def test_a_body_whose_end_waits_for_the_reader_is_whole_when_it_is_read(wa
         async with trio.open_nursery() as nursery:
             nursery.start_soon(way.carry, pump)
             await send_all(way.backend_far, b"whole")
+            while not way.count.blocks:  # noqa: ASYNC110 - the thread tells of no event here
+                await trio.sleep(0.001)
             assert (await way.read(held + 5))[held:] == b"whole"
         assert way.ended is Ended.COMPLETE
         async with trio.open_nursery() as nursery:  # and the pump goes on
