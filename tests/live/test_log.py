@@ -4,11 +4,15 @@ import contextlib
 import json
 import os
 import re
+import threading
 from collections.abc import Iterator
 
 import pytest
 
 from onebit_serve.live.log import Log
+
+
+BOUND_S = 30.0
 
 
 class Pipe:
@@ -19,6 +23,9 @@ class Pipe:
 
     def read_all(self) -> str:
         os.close(self.into)
+        return self.read_to_the_end()
+
+    def read_to_the_end(self) -> str:
         with open(self.out, "rb", closefd=False) as file:
             return file.read().decode()
 
@@ -75,12 +82,14 @@ def test_a_reader_that_does_not_read_stops_nobody_and_is_told_what_was_lost(pipe
     log = Log(fd=pipe.into)
     for number in range(10_000):  # far more than a pipe and the queue hold
         log.say(f"{number} " + "x" * 200)
-    read = b""
-    while b"lines were dropped" not in read:
-        read += os.read(pipe.out, 1 << 20)
-        log.say("again")
-    log.close()
-    text = read.decode() + pipe.read_all()
+    read: list[str] = []
+    reader = threading.Thread(target=lambda: read.append(pipe.read_to_the_end()))
+    reader.start()
+    log.say("again")
+    log.close(wait_s=BOUND_S)  # its thread must have ended before the pipe's number goes elsewhere
+    os.close(pipe.into)
+    reader.join(BOUND_S)
+    (text,) = read
     dropped = sum(map(int, re.findall(r"(\d+) lines were dropped", text)))
     numbers = [int(n) for n in re.findall(r"serve: (\d+) x", text)]
     assert dropped
