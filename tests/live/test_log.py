@@ -11,7 +11,6 @@ import pytest
 
 from onebit_serve.live.log import Log
 
-
 BOUND_S = 30.0
 
 
