@@ -295,6 +295,10 @@ class Server:
                 conn.answer(200, dumps(wholes if several else wholes[0]))
         except LeftError:
             raise GoneError from None
+        except GoneError:  # a write failed before the next look at the connection
+            if not conn.left and ended == "left":
+                self._world.rec.write("gone", connection=conn.number, work=number)
+            raise
         finally:
             for job in jobs:
                 self._note(conn, job, ended, started_s)

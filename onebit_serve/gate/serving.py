@@ -281,6 +281,7 @@ class Subject(msgspec.Struct, frozen=True):
         model = self.model
         arguments = ["-m", self.path, "--device", model.device, "-c", str(model.ctx_size)]
         arguments += ["-p", "0", "--llama-server", self.binary]
+        arguments.append("--no-restart")  # a gate wants to see a death, not to have it mended
         if not warm_up:
             arguments.append("--no-warmup")
         passed_on = [*model.args, *extra]

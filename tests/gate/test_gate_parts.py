@@ -90,8 +90,8 @@ def test_a_server_gets_the_model_s_arguments_after_two_dashes():
     command = subject.command(warm_up=False, extra=["-lv", "5"])
     said = " ".join(command[command.index("-m") :])
     assert said == (
-        "-m /m.gguf --device hrx -c 8192 -p 0 --llama-server /bin/llama-server --no-warmup "
-        "-- -ctk q8_0 -lv 5"
+        "-m /m.gguf --device hrx -c 8192 -p 0 --llama-server /bin/llama-server "
+        "--no-restart --no-warmup -- -ctk q8_0 -lv 5"
     )
     assert subject.environment(C="3") == {"A": "1", "B": "2", "C": "3"}
 
