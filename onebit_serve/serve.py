@@ -21,11 +21,11 @@ from pathlib import Path
 import trio
 
 from onebit_serve import __version__
-from onebit_serve.core.plan import Limits, Plan
+from onebit_serve.core.access import Access
+from onebit_serve.core.plan import Plan
 from onebit_serve.live import leftovers
 from onebit_serve.live.desk import Desk
 from onebit_serve.live.door import Door
-from onebit_serve.live.doorkeeper import rules
 from onebit_serve.live.house import House
 from onebit_serve.live.log import Log
 from onebit_serve.live.logfile import LogFile
@@ -43,6 +43,7 @@ _EXIT_KILLED = 130
 
 def run(
     plan: Plan,
+    access: Access,
     listener: socket.socket,
     replan: Callable[[], Plan],
     early: Mapping[str, Spawned],
@@ -51,6 +52,7 @@ def run(
 
     Args:
         plan: What to run.
+        access: Who may talk to the front door.
         listener: The front door's socket, from `listener.bind`.
         replan: Reads the configuration again and plans anew, for a reload.
         early: Children that run already, by the name of their backend.
@@ -69,7 +71,7 @@ def run(
     for warning in plan.warnings:
         log.warning(warning)
     try:
-        return trio.run(_Serve(plan, listener, replan, log).run, early)
+        return trio.run(_Serve(plan, access, listener, replan, log).run, early)
     finally:
         log.close()
 
@@ -78,16 +80,19 @@ class _Serve:
     """One run of the program."""
 
     def __init__(
-        self, plan: Plan, listener: socket.socket, replan: Callable[[], Plan], log: Log
+        self,
+        plan: Plan,
+        access: Access,
+        listener: socket.socket,
+        replan: Callable[[], Plan],
+        log: Log,
     ) -> None:
         self._plan = plan
+        self._access = access
         self._replan = replan
         self._listener = listener
         self._log = log
         self._exit_code = 0
-        self._rules, warning = rules(plan.server, os.environ)
-        if warning:
-            log.warning(warning)
         self._notifier = Notifier.take(os.environ)
 
     async def run(self, early: Mapping[str, Spawned]) -> int:
@@ -105,7 +110,7 @@ class _Serve:
                     self._listener,
                     server.max_body_bytes,
                     lambda inside: Desk(
-                        house, orders, self._rules, server, self._log, __version__, inside
+                        house, orders, self._access, server, self._log, __version__, inside
                     ),
                     self._log,
                 )
@@ -131,15 +136,12 @@ class _Serve:
         if failed is None:
             self._log.say(f"ready on {self._url()}", url=self._url())
             self._notifier.ready(f"ready on {self._url()}")
-            if all(backend.restart for backend in self._limits()):
+            if all(backend.limits.restart for backend in self._plan.backends):
                 return
             failed = await house.wait_failed()
         self._log.error(f"{failed.name} failed: {failed.cause}", backend=failed.name)
         self._exit_code = _EXIT_FAILED
         front.cancel()
-
-    def _limits(self) -> list[Limits]:
-        return [backend.limits for backend in self._plan.backends]
 
     def _url(self) -> str:
         host, port, *_ = self._listener.getsockname()

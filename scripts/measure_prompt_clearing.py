@@ -2,10 +2,10 @@
 
     python scripts/measure_prompt_clearing.py NAME=MODEL.gguf ... [--llama-server PROGRAM]
 
-For each model `1bit serve` runs on the CPU with one prompt of about `--tokens` tokens. Three clients
-ask without a pause while the cache is cleared, by `DELETE /v1/cache/prefix` and with `?full=1`, and
-while the backend is killed. Prints a Markdown table: requests by outcome, seconds until the backend
-is proven warm again, and what the first request after the kill reused.
+For each model `1bit serve` runs on the CPU with one prompt of about `--tokens` tokens. Three
+clients ask without a pause while the cache is cleared, by `DELETE /v1/cache/prefix` and with
+`?full=1`, and while the backend is killed. Prints a Markdown table: requests by outcome, seconds
+until the backend is proven warm again, and what the first request after the kill reused.
 """
 
 from __future__ import annotations

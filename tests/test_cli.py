@@ -71,7 +71,9 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[object]:
         done.append((host, port))
         return SimpleNamespace(close=lambda: done.append("closed"))
 
-    def run(plan: object, _listener: object, _replan: object, _early: object) -> int:
+    def run(
+        plan: object, _access: object, _listener: object, _replan: object, _early: object
+    ) -> int:
         done.append(plan)
         return 0
 

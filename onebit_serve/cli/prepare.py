@@ -10,6 +10,7 @@ import msgspec
 from onebit_serve.cli import flags
 from onebit_serve.core import config as settings
 from onebit_serve.core import plan, presets
+from onebit_serve.core.access import Access
 from onebit_serve.core.config import Backend, Config
 from onebit_serve.core.errors import BackendError, ConfigError, UsageError
 from onebit_serve.core.facts import BinaryFacts
@@ -38,12 +39,14 @@ class Prepared(msgspec.Struct, frozen=True):
         config: All settings.
         found: The backends, each with its program and, where it is a file, its model.
         plan: What will run.
+        access: Who may talk to it.
     """
 
     request: flags.Request
     config: Config
     found: tuple[Found, ...]
     plan: plan.Plan
+    access: Access
 
 
 def prepare(
@@ -80,12 +83,13 @@ def prepare(
         config = msgspec.structs.replace(config, backend=backend)
         found = (msgspec.structs.replace(one, backend=backend),)
     prompts = _prompts(config, environment, make_folder=starts and not request.dry_run)
-    doorkeeper.rules(config.server, environment)  # before anything is bound or spawned
+    access, warning = doorkeeper.rules(config.server, environment)
     decided = plan.make(
         config, found, environment=environment, embedded=request.embedded, prompts=prompts
     )
-    decided = msgspec.structs.replace(decided, warnings=_memory_warnings(decided, found))
-    return Prepared(request=request, config=config, found=found, plan=decided)
+    warnings = ((warning,) if warning else ()) + _memory_warnings(decided, found)
+    decided = msgspec.structs.replace(decided, warnings=warnings)
+    return Prepared(request=request, config=config, found=found, plan=decided, access=access)
 
 
 def _memory_warnings(decided: plan.Plan, found: tuple[Found, ...]) -> tuple[str, ...]:

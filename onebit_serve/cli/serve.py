@@ -6,6 +6,7 @@ import os
 
 from onebit_serve.cli.flags import ServeCommand
 from onebit_serve.cli.prepare import prepare
+from onebit_serve.core.plan import Plan
 
 __all__ = ["serve"]
 
@@ -39,7 +40,10 @@ def _serve(words: tuple[str, ...]) -> int:
         early = spawn_eager(plan)
         from onebit_serve.serve import run  # trio and the front door, while the children load
 
-        return run(plan, listener, lambda: prepare(words, os.environ, starts=True).plan, early)
+        def replan() -> Plan:
+            return prepare(words, os.environ, starts=True).plan
+
+        return run(plan, prepared.access, listener, replan, early)
     except KeyboardInterrupt:  # before the event loop runs; the guards end what was spawned
         return 0
 

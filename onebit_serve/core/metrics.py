@@ -73,14 +73,12 @@ class Counters(msgspec.Struct):
     Args:
         ended: Requests that ended, by outcome.
         replayed: Requests that were sent again after the backend died.
-        queued: Requests that wait for it now.
         request_bytes: Bytes of request bodies sent to it.
         response_bytes: Bytes of its replies' bodies passed on.
     """
 
     ended: dict[Outcome, int] = msgspec.field(default_factory=lambda: dict.fromkeys(OUTCOMES, 0))
     replayed: int = 0
-    queued: int = 0
     request_bytes: int = 0
     response_bytes: int = 0
 
@@ -171,7 +169,7 @@ def _add_backend(page: _Families, view: BackendView, counted: Counters) -> None:
         page.add("onebit_requests_total", counted.ended[outcome], backend=name, outcome=outcome)
     page.add("onebit_requests_replayed_total", counted.replayed, backend=name)
     page.add("onebit_requests_in_flight", view.in_flight, backend=name)
-    page.add("onebit_requests_queued", counted.queued, backend=name)
+    page.add("onebit_requests_queued", view.waiting, backend=name)
     page.add("onebit_request_body_bytes_total", counted.request_bytes, backend=name)
     page.add("onebit_response_body_bytes_total", counted.response_bytes, backend=name)
     if view.warm_prompts:

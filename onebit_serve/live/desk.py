@@ -27,7 +27,7 @@ from onebit_serve.live.house import House
 from onebit_serve.live.log import Log
 from onebit_serve.live.orders import Orders
 from onebit_serve.live.pump import Pump
-from onebit_serve.live.relay import ClientGoneError, CutError, Errand, relay
+from onebit_serve.live.relay import CutError, Errand, relay
 from onebit_serve.live.supervise import Backend, Lease, RefusedError
 from onebit_serve.live.upstream import DeafError, GoneError
 
@@ -140,14 +140,10 @@ class Desk:
             async with trio.open_nursery() as nursery:
                 for backend in self._house:
                     nursery.start_soon(ask, backend)
-        views = self._house.views()
-        counted = {backend.plan.name: backend.counters for backend in self._house}
-        for seen in views:
-            counted[seen.name].queued = seen.waiting
         self.counters.log_lines_dropped = self._log.dropped
         return metrics.render(
-            views,
-            counted,
+            self._house.views(),
+            {backend.plan.name: backend.counters for backend in self._house},
             self.counters,
             version=self._version,
             uptime_s=time.monotonic() - self._since_s,
@@ -160,7 +156,7 @@ class Desk:
         """Do what a person asked for, and say how that went."""
         if order.verb == "logs":
             return await self._send_logs(connection, head, order.backend, lines)
-        if order.verb == "clear" and b"full=1" in head.target.partition(b"?")[2].split(b"&"):
+        if order.verb == "clear" and _query(head).get(b"full") == b"1":
             order = msgspec.structs.replace(order, full=True)
         done = await self._orders.obey(order)
         if isinstance(done, Refusal):
@@ -177,9 +173,7 @@ class Desk:
         if backend is None:
             return await connection.answer_refusal(head, self._orders.no_such_backend(name), lines)
         kind = b"text/plain; charset=utf-8"
-        asked = dict(
-            part.partition(b"=")[::2] for part in head.target.partition(b"?")[2].split(b"&")
-        )
+        asked = _query(head)
         said = asked.get(b"lines", b"")
         count = (
             min(int(said), _MOST_LOG_LINES)
@@ -280,8 +274,6 @@ class Desk:
             name = backend.plan.name
             self._log.warning(f"a reply of {name} was cut: {error.reason}", backend=name)
             raise
-        except ClientGoneError:
-            raise
         finally:
             backend.counters.request_bytes += len(errand.body)
             backend.counters.response_bytes += lease.size_bytes
@@ -296,6 +288,11 @@ async def _send_refusal(
         await heartbeat.end(refusal)
         return errand.head.keep_alive
     return await connection.answer_refusal(errand.head, refusal, errand.lines)
+
+
+def _query(head: RequestHead) -> dict[bytes, bytes]:
+    """Return what a target asks for after its `?`; of several of a name the last."""
+    return dict(part.partition(b"=")[::2] for part in head.target.partition(b"?")[2].split(b"&"))
 
 
 def _lines(headers: Headers) -> bytes:

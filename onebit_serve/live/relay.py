@@ -148,12 +148,12 @@ class _Reply(msgspec.Struct):
     head: ResponseHead
     rest: bytes
     framer: ResponseFramer | None
-    bodiless: bool
+    bodiless: bool = False
 
     @property
     def whole(self) -> bool:
         """Whether all of it has come."""
-        return self.bodiless or self.framer is None or self.framer.complete
+        return self.framer is None or self.framer.complete
 
     @property
     def ends_with_connection(self) -> bool:
@@ -234,17 +234,16 @@ def _reply(errand: Errand, sock: socket.socket, received: bytes, end: int) -> _R
     except ValueError as error:
         raise GoneError(f"the backend's reply is no HTTP: {error}") from None
     rest = received[end:]
-    to_head = errand.head.method == "HEAD"
-    bodiless = to_head or head.status in _BODILESS
-    keep_body = errand.assemble or bool(errand.model) or errand.head.http_1_0
-    if not bodiless and not keep_body and not head.chunked and head.length == len(rest):
-        return _Reply(sock, head, rest, None, bodiless)
-    if bodiless:  # whatever follows its head is not for the client, who would read it as a reply
+    if errand.head.method == "HEAD" or head.status in _BODILESS:
+        # whatever follows its head is not for the client, who would read it as a reply
         quiet = msgspec.structs.replace(head, keep_alive=head.keep_alive and not rest)
-        return _Reply(sock, quiet, b"", None, bodiless)
+        return _Reply(sock, quiet, b"", None, bodiless=True)
+    keep_body = errand.assemble or bool(errand.model) or errand.head.http_1_0
+    if not keep_body and not head.chunked and head.length == len(rest):
+        return _Reply(sock, head, rest, None)
     framer = ResponseFramer(keep_body=keep_body)
     _feed(framer, received)
-    return _Reply(sock, head, rest, framer, bodiless)
+    return _Reply(sock, head, rest, framer)
 
 
 def _what_is_there(sock: socket.socket) -> bytes:

@@ -95,11 +95,12 @@ def test_what_was_counted_is_shown():
     counted.end("answered")
     counted.end("cut")
     counted.response_bytes = 12_345_678
-    found = samples(page(seen(in_flight=3, restarts=2), counters={"gpu": counted}))
+    found = samples(page(seen(in_flight=3, waiting=4, restarts=2), counters={"gpu": counted}))
     assert found['onebit_requests_total{backend="gpu",outcome="answered"}'] == 2
     assert found['onebit_requests_total{backend="gpu",outcome="cut"}'] == 1
     assert found['onebit_requests_total{backend="gpu",outcome="failed"}'] == 0
     assert found['onebit_requests_in_flight{backend="gpu"}'] == 3
+    assert found['onebit_requests_queued{backend="gpu"}'] == 4
     assert found['onebit_backend_restarts_total{backend="gpu"}'] == 2
     assert found['onebit_response_body_bytes_total{backend="gpu"}'] == 12_345_678
 
