@@ -7,9 +7,15 @@ of a client's making: what is sent on is a head of ours with one `Content-Length
 
 A response is framed by llhttp as well and passed on as it came; only its hop-by-hop header lines
 are taken out (RFC 9110, section 7.6.1).
+
+A client and a backend send the same head again and again, but for its `Content-Length`. So a head
+is taken apart once, and remembered for every length that it comes with.
 """
 
 from __future__ import annotations
+
+import re
+from functools import lru_cache
 
 import httptools
 import msgspec
@@ -55,6 +61,8 @@ _NOT_FORWARDED = _HOP_BY_HOP | {
 _USUAL_TOKENS = frozenset({b"close", b"keep-alive"})
 _SPACES = 2  # of a request line
 _BODILESS = frozenset({"GET", "HEAD", "OPTIONS", "DELETE"})
+_LENGTH_LINE = re.compile(rb"\r\ncontent-length: ?(\d{1,18})(?=\r\n)", re.IGNORECASE)
+_REMEMBERED_BYTES = 2048  # of a head; 256 heads of that size and what they came to are under 2 MB
 
 Headers = tuple[tuple[bytes, bytes], ...]
 
@@ -80,8 +88,8 @@ class RequestHead(msgspec.Struct, frozen=True):
         method: In capitals, as sent.
         target: Path and query as sent; it starts with `/`.
         path: The target without its query; bytes that are not ASCII stay recognisably foreign.
-        headers: Names in lower case, values as sent, in order.
-        first: The first value of each header.
+        headers: Names in lower case, values as sent, in order, all but `Content-Length`.
+        first: The first value of each of them.
         forwarded: The header lines that a backend gets, each with its CR LF: none that is between
             the client and us alone, its key and its origin included.
         content_length: Length of the body in bytes; 0 without one, `None` for a chunked body.
@@ -129,6 +137,14 @@ def parse_head(raw: bytes) -> RequestHead:
     Raises:
         BadRequestError: With the status to answer: 400, 405 for CONNECT, 417 or 505.
     """
+    said = _LENGTH_LINE.search(raw)
+    if said is None or len(raw) > _REMEMBERED_BYTES:
+        return _parse_head(raw)
+    head = _remembered_head(b"%s0%s" % (raw[: said.start(1)], raw[said.end(1) :]))
+    return msgspec.structs.replace(head, content_length=int(said[1]))
+
+
+def _parse_head(raw: bytes) -> RequestHead:
     reader = _HeadReader()
     parser = httptools.HttpRequestParser(reader)
     try:
@@ -150,6 +166,9 @@ def parse_head(raw: bytes) -> RequestHead:
     return _checked(method, reader.target, reader.headers, http_1_0=version == "1.0")
 
 
+_remembered_head = lru_cache(maxsize=128)(_parse_head)
+
+
 def _checked(
     method: str, target: bytes, headers: list[tuple[bytes, bytes]], *, http_1_0: bool
 ) -> RequestHead:
@@ -164,14 +183,16 @@ def _checked(
         said = b",".join(value for name, value in headers if name == b"connection").lower()
         tokens = frozenset(token.strip() for token in said.split(b","))
     dropped = _NOT_FORWARDED | tokens if tokens - _USUAL_TOKENS else _NOT_FORWARDED
+    length = _body_length(names, first, http_1_0=http_1_0)
+    first.pop(b"content-length", None)
     return RequestHead(
         method=method,
         target=target,
         path=target.partition(b"?")[0].decode("latin-1"),
-        headers=tuple(headers),
+        headers=tuple(header for header in headers if header[0] != b"content-length"),
         first=first,
         forwarded=b"".join([b"%s: %s\r\n" % h for h in headers if h[0] not in dropped]),
-        content_length=_body_length(names, first, http_1_0=http_1_0),
+        content_length=length,
         keep_alive=b"keep-alive" in tokens if http_1_0 else b"close" not in tokens,
         http_1_0=http_1_0,
         expects_continue=b"expect" in first and _expects_continue(headers, http_1_0=http_1_0),
@@ -353,6 +374,20 @@ def response_head(raw: bytes) -> ResponseHead:
     Raises:
         ValueError: It is no response head.
     """
+    said = _LENGTH_LINE.search(raw)
+    if len(raw) > _REMEMBERED_BYTES:
+        return _response_head(raw)
+    if said is None:
+        return _remembered_response(raw)
+    head = _remembered_response(raw[: said.start()] + raw[said.end() :])
+    if head.length is not None:
+        raise ValueError("there are two lengths")
+    length = int(said[1])
+    lines = b"%scontent-length: %d\r\n" % (head.lines, length)
+    return msgspec.structs.replace(head, lines=lines, length=length)
+
+
+def _response_head(raw: bytes) -> ResponseHead:
     status, *fields = raw[:-4].split(b"\r\n")
     if not status.startswith((b"HTTP/1.1 ", b"HTTP/1.0 ")):
         raise ValueError("no HTTP/1 status line")
@@ -382,6 +417,9 @@ def response_head(raw: bytes) -> ResponseHead:
     return ResponseHead(
         int(status[9:12]), b"\r\n".join(kept), chunked, length, event_stream, keep_alive
     )
+
+
+_remembered_response = lru_cache(maxsize=128)(_response_head)
 
 
 def without(lines: bytes, *names: bytes) -> bytes:

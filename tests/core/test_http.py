@@ -270,3 +270,32 @@ def test_a_response_head_loses_what_is_between_us_and_the_backend():
         b"Transfer-Encoding: chunked\r\nX-Accel-Buffering: no\r\n"
     )
     assert (taken.chunked, taken.length, taken.event_stream) == (True, None, True)
+
+
+def test_a_head_that_comes_again_with_another_length_is_the_same_but_for_that():
+    heads = [parse_head(head(HOST, b"X-A: 1", b"Content-Length: %d" % n)) for n in (7, 0, 70000)]
+    assert [one.content_length for one in heads] == [7, 0, 70000]
+    assert len({one.forwarded for one in heads}) == 1
+    assert heads[0].get(b"content-length") is None
+    for name in (b"Transfer-Encoding: chunked", b"Content-Length: 7"):
+        with pytest.raises(BadRequestError):
+            parse_head(head(HOST, b"X-A: 1", b"Content-Length: 7", name))
+
+
+def test_a_reply_that_comes_again_with_another_length_is_the_same_but_for_that():
+    said = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n%s\r\n"
+    for length in (12, 0, 345):
+        taken = http.response_head(said % (length, b"Keep-Alive: timeout=5\r\n"))
+        assert taken.length == length
+        assert taken.lines.lower().count(b"content-length: %d\r\n" % length) == 1
+        assert taken.lines.lower().count(b"content-length") == 1
+        assert b"Keep-Alive" not in taken.lines
+    with pytest.raises(ValueError, match="two lengths"):
+        http.response_head(said % (12, b"Content-Length: 13\r\n"))
+
+
+def test_a_head_too_large_to_be_remembered_is_read_as_any_other():
+    large = b"X-A: " + b"a" * 5000
+    assert parse_head(head(HOST, large, b"Content-Length: 5")).content_length == 5
+    taken = http.response_head(b"HTTP/1.1 200 OK\r\n%s\r\nContent-Length: 5\r\n\r\n" % large)
+    assert (taken.length, taken.lines.count(b"Content-Length")) == (5, 1)
