@@ -100,7 +100,8 @@ def environment(place: Path, **variables: str) -> dict[str, str]:
         place: The benchmark's folder.
         variables: What to set besides.
     """
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(_OURS)}
+    no_bytecode = "PYTHONDONTWRITEBYTECODE"  # set, each start would compile all of it again
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(_OURS) and k != no_bytecode}
     homes = {f"XDG_{k}_HOME": str(place / k.lower()) for k in ("CACHE", "CONFIG", "STATE")}
     return kept | homes | variables
 

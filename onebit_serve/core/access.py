@@ -21,13 +21,16 @@ import ipaddress
 import re
 from collections.abc import Iterable
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from onebit_serve.core.errors import UsageError
-from onebit_serve.core.http import Headers, RequestHead
 from onebit_serve.core.plan import is_loopback
 from onebit_serve.core.wire import Refusal
+
+if TYPE_CHECKING:  # llhttp is not needed before the backends are spawned
+    from onebit_serve.core.http import Headers, RequestHead
 
 __all__ = [
     "CHILD_KEY_VARIABLE",

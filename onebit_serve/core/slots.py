@@ -7,7 +7,6 @@ pinned to the slot (`id_slot`). All of it measured on llama-server b10068.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -218,4 +217,6 @@ def save_name(prefix: Sequence[int], *, binary: str, model: str, flags: Iterable
         flags: The child's command line without port and paths of its own.
     """
     key = msgspec.json.encode([binary, model, list(flags), list(prefix)])
+    import hashlib  # takes 6 ms, of a start that mostly has no prompts
+
     return f"warm-{hashlib.sha256(key).hexdigest()[:32]}.bin"
