@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import signal
 import struct
 import subprocess
 import sys
@@ -326,6 +327,33 @@ def test_embedded_runs_on_the_cpu_with_its_warm_up(place, capsys, monkeypatch):
     assert "465 prompt tokens" in said
     assert "skipped (off)" in dry_run(capsys, "--embedded --no-warmup")
     assert "on vulkan" in dry_run(capsys, "--embedded --device vulkan")
+
+
+def test_the_command_alone_shows_its_help(capsys):
+    assert main([]) == 0
+    assert capsys.readouterr().out.startswith("Usage: 1bit")
+
+
+def test_output_that_cannot_be_written_is_said_in_one_line():
+    line = [sys.executable, "-m", "onebit_serve.cli", "--help"]
+    with Path("/dev/full").open("wb") as full:
+        done = subprocess.run(line, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr == "error: cannot write the output: No space left on device\n"
+
+
+@pytest.mark.usefixtures("place")
+def test_a_stop_before_anything_runs_is_a_stop(monkeypatch, served):
+    def bind(_host: str, _port: int) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(listener, "bind", bind)
+    try:
+        assert main(["serve", "-m", "m.gguf"]) == 0
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert served == []
 
 
 def test_the_version_is_said(capsys):

@@ -6,14 +6,16 @@ imports trio.
 
 from __future__ import annotations
 
+import errno
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
 import click
 
 from onebit_serve import __version__
-from onebit_serve.core.errors import OnebitError, UsageError
+from onebit_serve.core.errors import OnebitError, UsageError, nearest
 
 __all__ = ["COMMANDS", "Group", "main", "one_bit"]
 
@@ -32,6 +34,7 @@ COMMANDS: dict[str, str] = {
 NOT_YET = ("doctor", "top", "warm")
 
 _INTERRUPTED = 130
+_CANNOT_WRITE = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EIO)
 
 
 class Group(click.Group):
@@ -59,8 +62,6 @@ class Group(click.Group):
         Raises:
             UsageError: There is none of that name.
         """
-        from onebit_serve.core.config import nearest
-
         name = args[0]
         if name in NOT_YET and name not in COMMANDS:
             raise UsageError(f"1bit {name} is not yet there", hint="see `1bit --help`")
@@ -88,9 +89,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: The words after `1bit`; those of this process where `None`.
     """
-    words = list(sys.argv[1:] if arguments is None else arguments)
+    words = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     try:
         result = one_bit.main(args=words, prog_name="1bit", standalone_mode=False)
+        sys.stdout.flush()
     except OnebitError as error:
         _say(error.message, error.hint)
         return error.exit_code
@@ -99,6 +101,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return UsageError.exit_code
     except click.Abort:
         return _INTERRUPTED
+    except OSError as error:
+        if error.errno not in _CANNOT_WRITE or error.filename is not None:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is left in the buffer is lost anyway
+        if error.errno != errno.EPIPE:  # a reader who left knows it
+            _say(f"cannot write the output: {error.strerror}", "")
+        return 1
     return result if isinstance(result, int) else 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 
 from onebit_serve.cli.flags import ServeCommand
 from onebit_serve.cli.prepare import prepare
@@ -34,6 +35,7 @@ def _serve(words: tuple[str, ...]) -> int:
     from onebit_serve.live.spawn import spawn_eager
 
     plan = prepared.plan
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # until the event loop takes it over
     try:
         # Bound before anything is spawned: a taken port is said at once, not after a long load.
         listener = bind(plan.server.host, plan.server.port)

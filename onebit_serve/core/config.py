@@ -8,7 +8,7 @@ manual of the keys. Reading the file is the caller's: this module takes text.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import cache
 from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 import msgspec
 from msgspec import Meta
 
-from onebit_serve.core.errors import ConfigError
+from onebit_serve.core.errors import ConfigError, nearest
 from onebit_serve.core.later import NOT_YET
 
 __all__ = [
@@ -27,7 +27,6 @@ __all__ = [
     "Server",
     "WarmPrompts",
     "Warmup",
-    "nearest",
     "parse",
     "with_environment",
     "with_flags",
@@ -269,20 +268,6 @@ _T = TypeVar("_T", bound=msgspec.Struct)
 _OF_ONE = frozenset({"alias", "model", "name"})  # what several backends cannot have in common
 
 
-def nearest(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
-    """Return a hint that names the known word nearest to one that is not, or nothing.
-
-    Args:
-        word: What was written.
-        known: What could have been meant.
-        cutoff: How alike the two must be, 0 to 1 (difflib's ratio).
-    """
-    import difflib  # for errors only
-
-    found = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)
-    return f"did you mean {found[0]}?" if found else ""
-
-
 def parse(text: str, where: str) -> Config:
     """Read a configuration file's text.
 
@@ -303,10 +288,10 @@ def parse(text: str, where: str) -> Config:
     several = document.pop("backends", None)
     for table, content in document.items():
         if table not in _TABLES:
-            raise ConfigError(
-                f"{where} has an unknown table [{table}]",
-                hint=nearest(table, (*_TABLES, "backends")) or f"known are {', '.join(_TABLES)}",
+            what = (
+                f"table [{table}]" if isinstance(content, dict) else f"key {table} outside a table"
             )
+            raise ConfigError(f"{where} has an unknown {what}", hint=_place_of(table))
         if not isinstance(content, dict):
             raise ConfigError(
                 f"{where}: {table} is {_shown(content)}, wanted a table", hint=f"write [{table}]"
@@ -419,6 +404,13 @@ def _backends(config: Config, several: object, where: str) -> tuple[Backend, ...
     if not isinstance(several, list) or not all(isinstance(one, dict) for one in several):
         raise ConfigError(f"{where}: backends is no list of tables", hint="write [[backends]]")
     return tuple(_fill(config.backend, "backends", one, where) for one in several)
+
+
+def _place_of(name: str) -> str:
+    homes = [home for home in _TABLES if hasattr(getattr(Config(), home), name)]
+    if homes:
+        return f"write {name} under {' or '.join(f'[{home}]' for home in homes)}"
+    return nearest(name, (*_TABLES, "backends")) or f"known are {', '.join(_TABLES)}"
 
 
 @cache

@@ -12,6 +12,7 @@ What a client of the front door is told is `wire.Refusal`: an HTTP answer is a v
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import ClassVar
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "OnebitError",
     "PortTakenError",
     "UsageError",
+    "nearest",
 ]
 
 
@@ -64,3 +66,17 @@ class NotRunError(OnebitError):
 
 class BackendError(OnebitError):
     """A needed backend failed in its first start, or any did under `--no-restart`."""
+
+
+def nearest(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
+    """Return a hint that names the known word nearest to one that is not, or nothing.
+
+    Args:
+        word: What was written.
+        known: What could have been meant.
+        cutoff: How alike the two must be, 0 to 1 (difflib's ratio).
+    """
+    import difflib  # for errors only
+
+    found = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)
+    return f"did you mean {found[0]}?" if found else ""

@@ -10,8 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
-from onebit_serve.core.config import nearest
-from onebit_serve.core.errors import UsageError
+from onebit_serve.core.errors import UsageError, nearest
 from onebit_serve.core.later import NOT_YET
 
 __all__ = [

@@ -10,8 +10,8 @@ from typing import Literal
 import msgspec
 
 from onebit_serve.core import options, presets
-from onebit_serve.core.config import Backend, Config, Log, Server, nearest
-from onebit_serve.core.errors import UsageError
+from onebit_serve.core.config import Backend, Config, Log, Server
+from onebit_serve.core.errors import UsageError, nearest
 from onebit_serve.core.facts import BinaryFacts, ModelFacts
 from onebit_serve.core.placement import LOG_LEVEL
 from onebit_serve.core.presets import Preset
@@ -35,6 +35,8 @@ __all__ = [
 
 Kind = Literal["llama-server", "zinc", "mlx"]
 Role = Literal["chat", "embedding", "rerank"]
+
+_LISTED_NAME = re.compile(r"[a-z]+\d+")  # as `--list-devices` has them
 
 
 class WarmUp(msgspec.Struct, frozen=True):
@@ -457,12 +459,28 @@ def _limits(backend: Backend) -> Limits:
     )
 
 
+def _device_word(name: str) -> str:
+    """Return a word of `[warmup] devices` in lower case: a device word, or a listed name.
+
+    Raises:
+        UsageError: It is neither.
+    """
+    word = name.lower()
+    if word not in presets.PRESETS and not _LISTED_NAME.fullmatch(word):
+        known = ", ".join(presets.PRESETS)
+        raise UsageError(
+            f"[warmup] devices names no device: {name}",
+            hint=nearest(word, presets.PRESETS) or f"known are {known}, and names like Vulkan0",
+        )
+    return word
+
+
 def _warm_up(config: Config, preset: Preset, *, embedded: bool) -> WarmUp:
     devices = config.warmup.devices
     if devices is None:
         wanted = preset.warm or embedded
     else:
-        names = {name.lower() for name in devices}
+        names = {_device_word(name) for name in devices}
         wanted = embedded or not names.isdisjoint(
             {preset.word.lower(), (preset.listed or "").lower()}
         )

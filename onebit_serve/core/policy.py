@@ -14,8 +14,7 @@ from typing import Any
 
 import msgspec
 
-from onebit_serve.core.config import nearest
-from onebit_serve.core.errors import ConfigError
+from onebit_serve.core.errors import ConfigError, nearest
 
 __all__ = ["CLASSES", "MIN_CONFIDENCE", "Policy", "Route", "Routes", "parse_policy", "resolve"]
 

@@ -15,9 +15,9 @@ import msgspec
 from onebit_serve.core.plan import BackendPlan, Role
 from onebit_serve.core.wire import Refusal
 
-__all__ = ["Order", "Page", "Relayed", "Verb", "choose", "pick"]
+__all__ = ["MODEL_PREFIX", "Order", "Page", "Relayed", "Verb", "choose", "pick"]
 
-Page = Literal["health", "livez", "metrics", "models", "status"]
+Page = Literal["health", "livez", "metrics", "model", "models", "status"]
 Relayed = Literal["relayed"]
 Verb = Literal["start", "stop", "restart", "warm", "logs", "reload", "clear"]
 
@@ -89,6 +89,7 @@ _RELAYED_GET = frozenset(
         "/sw.js",
     }
 )
+MODEL_PREFIX = "/v1/models/"
 _BACKEND = re.compile(r"/v1/backends/([^/]+)/(start|stop|restart|warm|logs)")
 _SLOT = re.compile(r"/slots/\d{1,9}")
 _ASSET = re.compile(
@@ -108,7 +109,7 @@ def choose(method: str, path: str) -> Page | Relayed | Order | Refusal:
     """
     if method == "POST" and path in _RELAYED_POST:
         return "relayed"
-    page = _PAGES.get(path)
+    page = "model" if path.startswith(MODEL_PREFIX) else _PAGES.get(path)
     if page:
         if method in ("GET", "HEAD", "OPTIONS"):
             return page

@@ -164,17 +164,27 @@ def unavailable(view: BackendView) -> Refusal:
 
 def models(views: tuple[BackendView, ...]) -> Page:
     """List the served ids, in every state."""
-    data = [
-        {
-            "id": view.served_id,
-            "object": "model",
-            "owned_by": "1bit-serve",
-            "device": view.device,
-            **({"role": view.role} if view.role != "chat" else {}),
-        }
-        for view in views
-    ]
-    return Page(200, {"object": "list", "data": data})
+    return Page(200, {"object": "list", "data": [_model(view) for view in views]})
+
+
+def model(views: tuple[BackendView, ...], served_id: str) -> Page:
+    """Describe the backend of one served id; 404 where there is none."""
+    for view in views:
+        if view.served_id == served_id:
+            return Page(200, _model(view))
+    ids = ", ".join(view.served_id for view in views)
+    refusal = Refusal(
+        404, f"there is no model {served_id} here; there are {ids}", "model_not_found"
+    )
+    return Page(404, msgspec.json.decode(refusal.body()))
+
+
+def _model(view: BackendView) -> dict[str, str]:
+    found = {"id": view.served_id, "object": "model", "owned_by": "1bit-serve"}
+    found["device"] = view.device
+    if view.role != "chat":
+        found["role"] = view.role
+    return found
 
 
 def status(

@@ -47,6 +47,7 @@ class WarmUpResult(msgspec.Struct, frozen=True):
         prompt_tokens: Tokens that were prefilled, where the backend said so.
         decode_tokens: Tokens that were generated, where the backend said so.
         checkpoints: Whether its progress showed that the model is checkpointed; `None` is unknown.
+        retried: Why the first try failed where this is the second, or empty.
     """
 
     took_ms: float
@@ -54,6 +55,7 @@ class WarmUpResult(msgspec.Struct, frozen=True):
     prompt_tokens: int | None = None
     decode_tokens: int | None = None
     checkpoints: bool | None = None
+    retried: str = ""
 
 
 def prompt_tokens_that_fit(wanted: int, decode_tokens: int, context_tokens: int | None) -> int:

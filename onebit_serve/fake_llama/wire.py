@@ -93,6 +93,7 @@ class Connection:
         self._data = b""
         self._served = 0
         self._origin = ""
+        self._to_head = False
         self._close = False
         self._left = False
         self.streaming = False
@@ -124,6 +125,7 @@ class Connection:
             return None
         self._served += 1
         self._origin = headers.get("origin", "")
+        self._to_head = method == "HEAD"
         self._close = (
             headers.get("connection", "").lower() == "close"
             or self._keep_s == 0
@@ -226,7 +228,7 @@ class Connection:
         """Send a whole answer; errors close the connection, as there."""
         self._close = self._close or status >= FIRST_ERROR
         lines = [f"Content-Type: {content_type}", f"Content-Length: {len(body)}", *fields]
-        self._send(self._head(status, lines) + body)
+        self._send(self._head(status, lines) + (b"" if self._to_head else body))
 
     def start_stream(self) -> None:
         """Send the head of an event stream."""

@@ -55,6 +55,7 @@ _REASONS = {
     503: b"Service Unavailable",
     505: b"HTTP Version Not Supported",
 }
+_TLS_HELLO = b"\x16\x03"  # a handshake record of TLS 1.x (RFC 8446, section 5.1)
 _NO_HEAD = parse_head(b"GET / HTTP/1.1\r\nHost: -\r\nConnection: close\r\n\r\n")
 
 
@@ -124,6 +125,8 @@ class Connection:
         while (end := self._buffer.find(b"\r\n\r\n") + 4) < 4:  # noqa: PLR2004 - not found
             if len(self._buffer) > _HEAD_LIMIT_BYTES:
                 raise BadRequestError(400, f"the head is larger than {_HEAD_LIMIT_BYTES} bytes")
+            if self._buffer.startswith(_TLS_HELLO):
+                raise BadRequestError(400, "this is TLS, and what is spoken here is http://")
             if b"\n\n" in self._buffer or b"\n\r\n" in self._buffer:
                 raise BadRequestError(400, "malformed request head: a line does not end with CR LF")
             data = await self._receive()

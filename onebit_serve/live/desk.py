@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import secrets
 import time
+from urllib.parse import unquote
 
 import msgspec
 import trio
@@ -105,7 +106,7 @@ class Desk:
             return await connection.answer(
                 head, 200, await self._metrics(), kind=metrics.CONTENT_TYPE, lines=lines
             )
-        page = self._page(choice)
+        page = self._page(choice, head.path)
         if page.retry_after_s is not None:
             lines += b"Retry-After: %d\r\n" % page.retry_after_s
         return await connection.answer(
@@ -114,11 +115,13 @@ class Desk:
 
     # ------------------------------------------------------------------------ what is ours
 
-    def _page(self, name: route.Page) -> view.Page:
+    def _page(self, name: route.Page, path: str) -> view.Page:
         views = self._house.views()
         match name:
             case "livez":
                 return view.livez()
+            case "model":
+                return view.model(views, unquote(path.removeprefix(route.MODEL_PREFIX)))
             case "models":
                 return view.models(views)
             case "status":

@@ -280,6 +280,11 @@ class Episode:
             # a child that is dying takes its answers with it: let its exit be heard first
             await trio.sleep(_EXIT_NOTICE_S)
             return f"the warm-up failed: {result.failure}"
+        if result.retried:
+            self._log.warning(
+                f"the warm-up on port {self.port} passed at its second try: {result.retried}",
+                backend=self.plan.name,
+            )
         self._log.say(
             f"warm-up request on port {self.port} took {result.took_ms:.0f} ms",
             backend=self.plan.name,

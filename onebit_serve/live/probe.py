@@ -86,13 +86,14 @@ async def warm_up(
         What it came to; `failure` is set when both tries failed.
     """
     result = await _try(plan, port, key, on_progress)
-    if result.failure:
-        first = result.failure
-        result = await _try(plan, port, key, on_progress)
-        if result.failure and result.failure != first:
-            failure = f"{first}; then {result.failure}"
-            result = msgspec.structs.replace(result, failure=failure)
-    return result
+    first = result.failure
+    if not first:
+        return result
+    result = await _try(plan, port, key, on_progress)
+    failure = result.failure
+    if failure and failure != first:
+        failure = f"{first}; then {failure}"
+    return msgspec.structs.replace(result, failure=failure, retried=first)
 
 
 async def _try(

@@ -44,6 +44,15 @@ def test_health_is_ok(served: Llama) -> None:
     assert served.get("/v1/health").status_code == 200
 
 
+def test_a_head_request_gets_the_head_alone(served: Llama) -> None:
+    with socket.create_connection(("127.0.0.1", served.port), timeout=DEADLINE_S) as sock:
+        sock.sendall(b"HEAD /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        answer = b"".join(received(sock))
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 ")
+    assert body == b""
+
+
 def test_an_unknown_route_is_not_found_and_closes_the_connection(served: Llama) -> None:
     answer = served.get("/nope")
     assert answer.status_code == 404

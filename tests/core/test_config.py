@@ -6,8 +6,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from onebit_serve.core.config import Config, nearest, parse, with_environment, with_flags
-from onebit_serve.core.errors import ConfigError
+from onebit_serve.core.config import Config, parse, with_environment, with_flags
+from onebit_serve.core.errors import ConfigError, nearest
 from onebit_serve.core.later import NOT_YET
 
 MANUAL = Path(__file__).parents[2] / "configs" / "serve.toml"
@@ -77,6 +77,8 @@ def test_settings_cannot_be_changed():
     ("text", "message", "hint"),
     [
         ("port = ", "serve.toml is not TOML", "configs/serve.toml"),
+        ("port = 1", "has an unknown key port outside a table", "write port under [server]"),
+        ("enabled = true", "unknown key enabled outside", "write enabled under [warmup]"),
         ("[server]\nport = 1\nport = 2", "serve.toml is not TOML", "configs/serve.toml"),
         ("[servr]\n", "unknown table [servr]", "did you mean server?"),
         ("[zzz]\n", "unknown table [zzz]", "known are server"),

@@ -348,6 +348,15 @@ def test_the_warm_up_is_skipped_for_a_reason(device, warmup, embedded, skip):
     assert one(device=device, warmup=warmup, embedded=embedded).warm_up.skip == skip
 
 
+@pytest.mark.parametrize(
+    ("name", "hint"), [("vulcan", "did you mean vulkan?"), ("zzz", "names like Vulkan0")]
+)
+def test_a_device_to_warm_up_that_is_none_is_refused(name, hint):
+    with pytest.raises(UsageError, match=f"names no device: {name}") as caught:
+        one(device="hrx", warmup=Warmup(devices=("hrx", name)))
+    assert hint in caught.value.hint
+
+
 def test_the_warm_up_has_its_limits():
     made = one(warmup=Warmup(prompt_tokens=9, decode_tokens=2, deadline_s=5.0)).warm_up
     assert (made.prompt_tokens, made.decode_tokens, made.deadline_s) == (9, 2, 5.0)

@@ -8,6 +8,7 @@ from onebit_serve.core.view import (
     BackendView,
     health,
     livez,
+    model,
     models,
     status,
     unavailable,
@@ -100,6 +101,14 @@ def test_models_are_the_served_ids_in_every_state():
     assert (chat["id"], chat["device"], chat["object"]) == ("m", "hrx", "model")
     assert "role" not in chat
     assert (embedding["id"], embedding["role"]) == ("e", "embedding")
+
+
+def test_one_model_is_described_as_in_the_list():
+    views = (seen(State.LOADING), seen(served_id="org/e", device="cpu", role="embedding"))
+    assert model(views, "org/e").body == models(views).body["data"][1]
+    page = model(views, "gone")
+    assert (page.status, page.body["error"]["code"]) == (404, "model_not_found")
+    assert "there are m, org/e" in page.body["error"]["message"]
 
 
 def test_the_status_shows_figures_and_can_be_written_as_json():

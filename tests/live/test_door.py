@@ -255,6 +255,9 @@ def test_our_own_pages_in_every_form(scripted: Front) -> None:
         assert scripted.client.get(path).json() == {"status": "ok"}
     (model,) = scripted.client.get("/v1/models").json()["data"]
     assert (model["id"], model["device"], model["object"]) == ("tiny-llama", "cpu", "model")
+    assert scripted.client.get("/v1/models/tiny%2Dllama").json() == model
+    assert scripted.client.get("/v1/models/other").status_code == 404
+    assert scripted.client.post("/v1/models/tiny-llama").status_code == 405
     shown = scripted.backend()
     assert (shown["state"], shown["restarts"], shown["in_flight"]) == ("ready", 0, 0)
     assert shown["port"] != scripted.port
@@ -339,6 +342,14 @@ def test_a_head_over_the_limit_is_refused(strict: Front) -> None:
     fits = b"GET /livez HTTP/1.1\r\nHost: 127.0.0.1\r\nX-A: " + b"a" * 60_000 + b"\r\n\r\n"
     with strict.raw(fits) as raw:
         assert raw.reply()[0] == 200
+
+
+def test_a_client_that_begins_with_tls_is_told_at_once(strict: Front) -> None:
+    hello = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(200)
+    with strict.raw(hello) as raw:
+        status, _, body = raw.reply()
+    assert status == 400
+    assert b"this is TLS" in body
 
 
 @pytest.mark.parametrize(

@@ -211,6 +211,8 @@ def test_a_warm_up_that_fails_once_is_sent_again(start: Start) -> None:
     assert len(work(front)) == 2
     assert front.health().json() == {"status": "ok"}
     assert len(front.said("warm-up request on port")) == 1
+    (said,) = front.said("second try")
+    assert "Boom" in said
 
 
 def test_a_warm_up_that_fails_twice_leaves_a_backend_that_is_said_to_be_degraded(
