@@ -280,8 +280,8 @@ def _settings(options: dict[str, Any], models: tuple[str, ...]) -> Settings:
         conversations = texts.parse(_text(path, "--prompts"), name=name)
         name = path.stem
     system_file = options["system_prompt_file"]
-    system = _text(Path(system_file), "--system-prompt-file").strip() if system_file else ""
-    if system_file and not system:
+    system = _text(Path(system_file), "--system-prompt-file") if system_file else ""
+    if system_file and not system.strip():
         raise UsageError(f"--system-prompt-file {system_file}: the file is empty")
     return Settings(
         prompts=name,

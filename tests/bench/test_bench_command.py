@@ -69,7 +69,7 @@ def test_every_form_can_be_printed(form, capsys):
 
 def test_a_system_prompt_is_sent_and_no_count_warms_the_cache(tmp_path):
     file = tmp_path / "s.txt"
-    file.write_text("Be brief.\n")
+    file.write_text("  Be brief.\n")
     with TinyServer() as server:
         words = ["--url", server.url, "--prompts", "short", "--repeats", "1"]
         bench(*words, "--system-prompt-file", str(file))
@@ -78,7 +78,7 @@ def test_a_system_prompt_is_sent_and_no_count_warms_the_cache(tmp_path):
         assert [h.split(" ")[0] for h in server.heads].count("POST") == 2
         bench(*words)
         assert [h.split(" ")[0] for h in server.heads].count("POST") == 4
-    assert server.bodies[0]["messages"][0] == {"role": "system", "content": "Be brief."}
+    assert server.bodies[0]["messages"][0] == {"role": "system", "content": "  Be brief.\n"}
 
 
 def test_prompts_come_from_a_file_too(tmp_path):
