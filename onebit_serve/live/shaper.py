@@ -20,7 +20,6 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -159,7 +158,10 @@ class Shaper:
             ubatch, self._number(2048, "-b", "--batch-size"), bool(first.checkpoints)
         )
         model = ShapeModel(
-            splitting, remembered.classes or classes_for(plan.device, ubatch), slots, context
+            splitting,
+            (remembered.classes or classes_for(plan.device, ubatch)).upto(ubatch),
+            slots,
+            context,
         )
         self._climb = await trio.to_thread.run_sync(
             partial(
@@ -308,11 +310,11 @@ class Shaper:
                 self._saved = climb
 
     def _kept(self) -> History:
-        from onebit_serve.live.history import History, Key, state_file
+        from onebit_serve.live.history import History, key_of, state_file
 
         if self._history is None:
             plan = self._plan
-            key = Key(_identity(plan.model), plan.device, _identity(plan.binary))
+            key = key_of(plan.model, plan.device, plan.binary)
             self._history = History(state_file(os.environ), key, self._say)
         return self._history
 
@@ -379,11 +381,3 @@ async def _json(
 
 def _by_id(slots: list[dict[str, Any]]) -> dict[int, object]:
     return {slot["id"]: slot for slot in slots if "id" in slot}
-
-
-def _identity(path: str) -> str:
-    """Return what tells a file from another of the same name."""
-    with contextlib.suppress(OSError):
-        found = Path(path).stat()
-        return f"{Path(path).name} {found.st_size} {found.st_mtime_ns}"
-    return path
