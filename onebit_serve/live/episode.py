@@ -172,11 +172,17 @@ class Episode:
     async def _load_and_watch(self) -> None:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._break_if_it_stalls, nursery.cancel_scope)
+            nursery.start_soon(self._read_ahead)
             await self._until_healthy()
             nursery.cancel_scope.cancel()
         if self._healthy:
             with self._watch_scope:
                 await self._watch()
+
+    async def _read_ahead(self) -> None:
+        from onebit_serve.live.prefetch import read_ahead  # while the child starts
+
+        await read_ahead(self.plan, self._log)
 
     async def _until_healthy(self) -> None:
         """Poll `/health` until it is 200 on a port that is the child's own."""
