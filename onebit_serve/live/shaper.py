@@ -83,7 +83,7 @@ class Shaper:
         self._scope: trio.CancelScope | None = None
         self._ours: dict[int, object] = {}
         self._now = ""
-        self._is_done = False
+        self._is_done = self._cache_found = False
         self._ended = trio.Event()
 
     def __repr__(self) -> str:
@@ -103,7 +103,13 @@ class Shaper:
     # -------------------------------------------------------------------------- before ready
 
     async def warm(
-        self, port: int, key: str, hear: Callable[[], None], first: WarmUpResult
+        self,
+        port: int,
+        key: str,
+        hear: Callable[[], None],
+        first: WarmUpResult,
+        *,
+        cache_found: bool = False,
     ) -> None:
         """Warm what fits the budget, of a child that is about to be ready.
 
@@ -112,7 +118,9 @@ class Shaper:
             key: Its API key, or empty.
             hear: Called whenever it shows that it works.
             first: What its first warm-up request came to.
+            cache_found: Whether its driver's or runtime's cache held something at its start.
         """
+        self._cache_found = cache_found
         self._climb = self._child = None
         self._ours = {}
         self._is_done = False
@@ -152,7 +160,8 @@ class Shaper:
             warmup.prompt_ids(seed["tokens"], 1)
         except (KeyError, TypeError, ValueError) as error:
             raise _RefusedError(f"it did not say what a plan needs ({error!r})") from None
-        remembered = await trio.to_thread.run_sync(self._kept().load)
+        load = partial(self._kept().load, cache_found=self._cache_found)
+        remembered = await trio.to_thread.run_sync(load)
         ubatch = self._number(512, "-ub", "--ubatch-size")
         splitting = Splitting(
             ubatch, self._number(2048, "-b", "--batch-size"), bool(first.checkpoints)
@@ -170,6 +179,7 @@ class Shaper:
                 plan.device,
                 histogram=remembered.histogram,
                 costs=remembered.costs,
+                cache_found=self._cache_found,
                 first_prompt_tokens=first.prompt_tokens or 0,
                 first_decode_tokens=first.decode_tokens or 1,
                 idle_max_s=plan.warm_up.idle_max_s,
@@ -306,7 +316,7 @@ class Shaper:
             self._history.flush()
             climb = self._climb
             if climb is not None and climb.sent and climb is not self._saved:
-                self._history.save_costs(climb.costs)
+                self._history.save_costs(climb.costs, cache_found=self._cache_found)
                 self._saved = climb
 
     def _kept(self) -> History:

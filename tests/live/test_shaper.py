@@ -155,3 +155,32 @@ def test_a_backend_that_dies_under_a_synthetic_request_comes_back_and_is_warmed_
     until(lambda: front.said("is ready again"), "the restart", LONG_S)
     until(lambda: shapes(front).get("now"), "a synthetic request", LONG_S)
     assert front.backend()["restarts"] == 1
+
+
+def test_a_cache_of_an_earlier_run_is_said_and_makes_first_uses_cheap(start, tmp_path):
+    first = start("2", "1").ready()
+    assert first.said("no driver cache found")
+    mesa = tmp_path / "xdg" / "cache" / "onebit" / "mesa"
+    assert mesa.stat().st_mode & 0o777 == 0o700
+    until(lambda: first.said("the last while idle"), "the end of the idle warm-up", LONG_S)
+    assert shapes(first)["cheap"] == 0
+    first.stop()
+    entry = mesa / "mesa_shader_cache" / "ab" / "cdef"
+    entry.parent.mkdir(parents=True)
+    entry.write_bytes(b"shader")
+    costs = start("2", "1", scale=0.0001)  # what a filled cache does to the fake's first uses
+    costs.ready()
+    assert costs.said("driver cache found: mesa")
+    until(lambda: costs.said("the last while idle"), "the end of the idle warm-up", LONG_S)
+    costs.stop()
+    later = start("2", "1", scale=0.0001).ready()
+    assert shapes(later)["cheap"] > 0
+    assert len(shapes(later)["requests"]) < 3
+
+
+def test_a_cache_folder_that_the_user_set_wins(start, tmp_path):
+    mine = tmp_path / "mine"
+    front = start(MESA_SHADER_CACHE_DIR=str(mine)).ready()
+    assert str(mine) in front.said("no driver cache found")[0]
+    assert not (tmp_path / "xdg" / "cache" / "onebit" / "mesa").exists()
+    assert not mine.exists()
