@@ -23,7 +23,7 @@ _PROXIES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
 # Starts the command with constants of the live layer set to other values.
 _WITH_CONSTANTS = """
 import contextlib, importlib, json, sys
-for name in ("door", "connection", "supervise", "episode", "relay", "prefetch"):
+for name in ("door", "connection", "supervise", "episode", "relay", "prefetch", "history"):
     with contextlib.suppress(ImportError):
         module = importlib.import_module(f"onebit_serve.live.{name}")
         for constant, value in json.loads(sys.argv[1]).items():

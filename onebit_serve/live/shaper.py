@@ -135,6 +135,8 @@ class Shaper:
             except (GoneError, _RefusedError) as error:
                 # the exit of a child that is gone is told by those who watch it
                 self._say(f"no further shapes are warmed: {error}")
+            finally:
+                self._log.progress(self._plan.name)
         if self._climb is not None and self._climb.sent:
             sent, took_s = len(self._climb.sent), trio.current_time() - began_s
             seen = await trio.to_thread.run_sync(self._climb.view, abandon_on_cancel=True)
@@ -188,7 +190,8 @@ class Shaper:
         )
 
     async def _climb_before(self) -> None:
-        end_s = trio.current_time() + self._plan.warm_up.budget_s
+        name, budget_s = self._plan.name, self._plan.warm_up.budget_s
+        end_s = trio.current_time() + budget_s
         while (left_s := end_s - trio.current_time()) > 0 and self._climb is not None:
             after, request = await trio.to_thread.run_sync(
                 self._climb.before, left_s, abandon_on_cancel=True
@@ -196,6 +199,8 @@ class Shaper:
             self._climb = after
             if request is None:
                 return
+            share = 1 - (end_s - trio.current_time()) / budget_s
+            self._log.progress(name, f"{name}: warming {request.label()}", share)
             took_s = await self._send(request, range(request.sequences))
             self._climb = after.completed(request, took_s)
 

@@ -13,6 +13,8 @@ import pytest
 from front_door import Front
 from llama_process import until
 
+from onebit_serve.live.history import FLUSH_S, History, key_of, state_file
+
 Start = Callable[..., Front]
 LONG_S = 60.0
 
@@ -28,6 +30,7 @@ def start(fake_llama: str, tiny_models: Path, tmp_path: Path) -> Iterator[Start]
         device: str = "vulkan",
         scale: float = 0.01,
         arguments: tuple[str, ...] = (),
+        constants: dict[str, float] | None = None,
         **more: str,
     ) -> Front:
         model = str(tiny_models / "tiny-llama.gguf")
@@ -37,6 +40,7 @@ def start(fake_llama: str, tiny_models: Path, tmp_path: Path) -> Iterator[Start]
             *("-m", model, "--llama-server", fake_llama, "--device", device, *arguments),
             knobs=f"model={device if device != 'cpu' else 'none'} scale={scale}",
             environment={name: value for name, value in said.items() if value} | more,
+            constants=constants,
             shapes=True,
         )
         started.append(front)
@@ -92,6 +96,34 @@ def test_what_clients_sent_is_kept_in_the_history(start, tmp_path):
     complete(front, 37)
     front.stop()
     assert list(tmp_path.rglob("history.sqlite3"))
+
+
+def test_a_kill_costs_no_more_than_the_last_minute_of_traffic():
+    assert FLUSH_S <= 60
+
+
+def test_a_supervisor_that_is_killed_loses_only_what_came_since_the_last_writing(
+    start, tmp_path, tiny_models, fake_llama
+):
+    front = start("0", "1", constants={"FLUSH_S": 0.05})
+    front.ready()
+    key = key_of(str(tiny_models / "tiny-llama.gguf"), "vulkan", fake_llama)
+    history = History(state_file({"XDG_STATE_HOME": str(tmp_path / "xdg" / "state")}), key, print)
+
+    def noted() -> int:
+        return round(history.load().histogram.prefill.get(37, 0))
+
+    for _ in range(5):
+        complete(front, 37)
+    until(lambda: noted() == 5, "the notes of five requests")
+    complete(front, 37)
+    os.kill(front.process.pid, signal.SIGKILL)
+    front.wait()
+    assert noted() in (5, 6)
+    again = start("0", "1", constants={"FLUSH_S": 0.05})
+    again.ready()
+    complete(again, 37)
+    until(lambda: noted() >= 6, "the notes of the next life")
 
 
 def test_by_default_shapes_are_warmed_before_ready_and_while_idle(start):
