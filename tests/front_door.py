@@ -23,7 +23,7 @@ _PROXIES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
 # Starts the command with constants of the live layer set to other values.
 _WITH_CONSTANTS = """
 import contextlib, importlib, json, sys
-for name in ("door", "connection", "supervise", "episode", "relay"):
+for name in ("door", "connection", "supervise", "episode", "relay", "prefetch", "history"):
     with contextlib.suppress(ImportError):
         module = importlib.import_module(f"onebit_serve.live.{name}")
         for constant, value in json.loads(sys.argv[1]).items():
@@ -115,6 +115,8 @@ class Front:
         constants: Constants of the live layer, by name, that get another value.
         port: Its port; a free one otherwise.
         stderr: Where its log goes instead of a file.
+        shapes: Whether it warms further shapes, as it does by default. What most tests count and
+            time is the first warm-up request, so it is off here where nobody asks for it.
     """
 
     def __init__(
@@ -126,6 +128,7 @@ class Front:
         constants: dict[str, float] | None = None,
         port: int = 0,
         stderr: int | None = None,
+        shapes: bool = False,
     ) -> None:
         self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
@@ -142,8 +145,8 @@ class Front:
         env["XDG_RUNTIME_DIR"] = str(folder / "xdg" / "runtime")
         env["FAKE_LLAMA"] = f"rec={self._rec} {knobs}"
         env["SCRIPT_REC"] = str(self._rec)
-        # what is counted and timed here is the first warm-up request; tests of the rest ask for it
-        env |= {"ONEBIT_WARMUP_BUDGET_S": "0", "ONEBIT_WARMUP_IDLE": "0"}
+        if not shapes:
+            env |= {"ONEBIT_WARMUP_BUDGET_S": "0", "ONEBIT_WARMUP_IDLE": "0"}
         env |= environment or {}
         if constants:
             program = [sys.executable, "-c", _WITH_CONSTANTS, json.dumps(constants)]

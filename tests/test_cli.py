@@ -130,7 +130,7 @@ def test_the_served_id_and_the_address_stand_in_the_plan(capsys):
     assert "--alias 'my id'" in said
     assert "http://[::1]:a free port" in said
     assert "vulkan: my id on vulkan (llama-server), chat" in said
-    assert "465 prompt tokens, 8 decode steps, at most 300 s" in said
+    assert "465 prompt tokens, 8 decode steps, at most 300 s; further shapes for 3 s and" in said
 
 
 @pytest.mark.parametrize("line", ["--no-warmup", "--device cpu"])

@@ -28,10 +28,11 @@ LAYOUT = re.findall(
     core.life core.wire core.route core.view core.admit
     core.access core.request_id core.metrics core.memory
     core.score core.results core.cells core.report core.gate
-    live.listener live.leftovers live.spawn live.logfile live.log live.ring live.notify
+    live.listener live.leftovers live.driver_caches live.spawn live.logfile live.log live.ring
+    live.notify
     live.doorkeeper
     live.free_memory
-    live.cache live.machine live.device_lock live.history live.driver_caches live.prefetch
+    live.cache live.machine live.device_lock live.history live.prefetch
     live.child live.pump live.upstream live.scorer live.saves live.prefix live.prompts live.probe
     live.shaper
     live.pulse live.episode live.supervise live.house live.orders live.heartbeat live.relay

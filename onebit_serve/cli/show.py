@@ -120,4 +120,8 @@ def _warm_up(backend: BackendPlan) -> str:
     limit = "" if math.isinf(warm_up.deadline_s) else f", at most {warm_up.deadline_s:g} s"
     if backend.role != "chat":
         return f"one {backend.role} request{limit}"
-    return f"{warm_up.prompt_tokens} prompt tokens, {warm_up.decode_tokens} decode steps{limit}"
+    first = f"{warm_up.prompt_tokens} prompt tokens, {warm_up.decode_tokens} decode steps{limit}"
+    budget = f"for {warm_up.budget_s:g} s" if warm_up.budget_s else ""
+    more = " and ".join(part for part in (budget, "while idle" if warm_up.idle else "") if part)
+    shapes = more and backend.kind == "llama-server" and backend.device != "cpu"
+    return f"{first}; further shapes {more}" if shapes else first

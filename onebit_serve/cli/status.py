@@ -14,6 +14,7 @@ from onebit_serve.core.errors import UsageError
 __all__ = ["command"]
 
 _NOT_READY = 1
+_COSTLIEST = 3
 _HEADINGS = (
     "backend",
     "state",
@@ -46,7 +47,8 @@ def command(
 ) -> None:
     """Show what a running `1bit serve` and its backends do.
 
-    With NAME that backend alone. Exits with 0 when it is ready, 1 when it is not or nobody answers.
+    With NAME that backend alone, and every synthetic request that warmed it. Exits with 0 when it
+    is ready, 1 when it is not or nobody answers.
     """
     door = ask.find(url, config, api_key_file, os.environ)
     answer = door.get("/v1/status")
@@ -57,7 +59,7 @@ def command(
     if as_json:
         sys.stdout.buffer.write(_json(backends[0] if name else said) + b"\n")
     else:
-        _show(door.url, said, backends)
+        _show(door.url, said, backends, every=name is not None)
     ready = backends[0].get("state") == "ready" if name else said.get("status") == "ok"
     context.exit(0 if ready else _NOT_READY)
 
@@ -78,11 +80,11 @@ def _json(value: object) -> bytes:
     return msgspec.json.format(msgspec.json.encode(value))
 
 
-def _show(url: str, said: dict[str, Any], backends: list[dict[str, Any]]) -> None:
+def _show(url: str, said: dict[str, Any], backends: list[dict[str, Any]], *, every: bool) -> None:
     word = "ready" if said.get("status") == "ok" else str(said.get("status"))
     title = f"1bit serve {said.get('version', '')} at {url}: {word}"
     rows = [_row(one) for one in backends]
-    notes = [line for one in backends for line in _notes(one)]
+    notes = [line for one in backends for line in [*_notes(one), *_shapes(one, every=every)]]
     if sys.stdout.isatty():
         _draw(title, rows, notes)
         return
@@ -140,6 +142,29 @@ def _notes(one: dict[str, Any]) -> list[str]:
     name = one.get("name", "")
     said = [("cause", "because"), ("degraded", "degraded:"), ("last_line", "said last:")]
     return [f"{name}: {word} {one[key]}" for key, word in said if one.get(key)]
+
+
+def _shapes(one: dict[str, Any], *, every: bool) -> list[str]:
+    """Say how far the warming of shapes is, and what its requests took: all, or the costliest."""
+    shapes, name = one.get("shapes"), one.get("name", "")
+    if not shapes:
+        return []
+    cheap = f", {shapes['cheap']} left out as cheap" if shapes["cheap"] else ""
+    now = f"; now {shapes['now']}" if shapes.get("now") else ""
+    first = (
+        f"{name}: {shapes['warmed']} of {shapes['planned']} shapes are warm{cheap}; "
+        f"{shapes['share']:.0%} of requests pay nothing; {_time(shapes['spent_s'])} spent, "
+        f"{_time(shapes['gained_s'])} gained{now}"
+    )
+    lines = [first]
+    requests = shapes["requests"]
+    if not every:
+        requests = sorted(requests, key=lambda r: -r["first_ms"])[:_COSTLIEST]
+    for request in requests:
+        again = request["second_ms"]
+        second = "" if again is None else f", then {_time(again / 1000)}"
+        lines.append(f"{name}:   {request['warms']}: {_time(request['first_ms'] / 1000)}{second}")
+    return lines
 
 
 def _or_dash(value: object) -> str:

@@ -10,11 +10,11 @@ off.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
-__all__ = ["CACHES", "Cache", "CachePlan", "plan_caches"]
+__all__ = ["CACHES", "Cache", "CachePlan", "cache_root", "describe", "plan_caches"]
 
 
 class Cache(msgspec.Struct, frozen=True):
@@ -52,6 +52,34 @@ class CachePlan(msgspec.Struct, frozen=True):
     folders: tuple[str, ...] = ()
     look: tuple[tuple[str, str, str], ...] = ()
     off: tuple[str, ...] = ()
+
+
+def cache_root(env: Mapping[str, str]) -> str:
+    """Return the folder that all our caches lie in, or nothing where the environment has no place.
+
+    Args:
+        env: `XDG_CACHE_HOME` and `HOME` are read; a relative one counts as unset, as the XDG base
+            directory specification says.
+    """
+    base, home = env.get("XDG_CACHE_HOME", ""), env.get("HOME", "")
+    if not base.startswith("/"):
+        base = f"{home}/.cache" if home.startswith("/") else ""
+    return f"{base}/onebit" if base else ""
+
+
+def describe(plan: CachePlan, found: Sequence[str]) -> str:
+    """Say in one line how a start finds its caches; nothing where its device has none.
+
+    Args:
+        plan: The caches.
+        found: Names of those that hold something.
+    """
+    if found:
+        return f"driver cache found: {', '.join(found)}"
+    if plan.look:
+        places = ", ".join(folder for _, folder, _ in plan.look)
+        return f"no driver cache found; what is compiled now is kept in {places}"
+    return f"the driver cache is off ({', '.join(plan.off)})" if plan.off else ""
 
 
 # docs.mesa3d.org/envvars: the folder, and true or 1 to disable. Covers RADV, ANV and lavapipe.
@@ -109,7 +137,7 @@ def plan_caches(device: str, env: Mapping[str, str], *, root: str) -> CachePlan:
     """Decide which variables a backend gets and where to look for its caches.
 
     Args:
-        device: The device word, or a listed name (`Vulkan0`, `CUDA0`).
+        device: The device word, or a listed name (`Vulkan0`, `CUDA0`); several with commas.
         env: The user's environment (with what the configuration adds to it).
         root: Where our folders go, `$XDG_CACHE_HOME/onebit` or its default; empty for none, which
             leaves every cache where the driver puts it.
@@ -136,7 +164,8 @@ def plan_caches(device: str, env: Mapping[str, str], *, root: str) -> CachePlan:
 
 def _caches_of(device: str) -> tuple[Cache, ...]:
     """Return the caches of a device; Metal and the CPU have none that a variable moves."""
-    return CACHES.get(device.lower().rstrip("0123456789"), ())
+    kinds = [one.rstrip("0123456789") for one in device.lower().split(",")]
+    return tuple({cache.name: cache for kind in kinds for cache in CACHES.get(kind, ())}.values())
 
 
 def _is_off(cache: Cache, env: Mapping[str, str]) -> bool:

@@ -10,7 +10,7 @@ A plan takes up to half a second of CPU on a device with a class for every lengt
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -47,6 +47,7 @@ class ClimbView(msgspec.Struct, frozen=True):
         spent_s: Seconds of synthetic requests, first and second ones.
         gained_s: Seconds that first uses cost here and will not cost a client.
         requests: Every synthetic request: what it warmed, its first and second seconds.
+        now: The synthetic request that runs at this moment, or empty.
     """
 
     planned: int
@@ -56,6 +57,7 @@ class ClimbView(msgspec.Struct, frozen=True):
     spent_s: float
     gained_s: float
     requests: tuple[tuple[str, float, float | None], ...]
+    now: str = ""
 
 
 class Climb(msgspec.Struct, frozen=True):
@@ -98,18 +100,23 @@ class Climb(msgspec.Struct, frozen=True):
         return after, after.ladder.before[0] if after.ladder.before else None
 
     def idle(
-        self, slots: Sequence[Mapping[str, Any]], *, host_cache: bool
+        self,
+        slots: Sequence[Mapping[str, Any]],
+        *,
+        host_cache: bool,
+        ours: Container[int] = (),
     ) -> tuple[Climb, Request | None, tuple[int, ...]]:
         """Return what to send next while idle, and the slots to pin it to.
 
         Args:
             slots: The answer of `GET /slots`.
             host_cache: Whether the server keeps what a slot loses (`--cache-ram` not 0).
+            ours: Ids of slots that hold nothing but a synthetic prompt.
         """
         after = self._without_done()
         if not self.is_planned or self._is_surprised() or self._has_changed():
             after = self._planned(0.0)
-        free = free_slots(slots, host_cache=host_cache)
+        free = free_slots(slots, host_cache=host_cache, ours=ours)
         for request in after.ladder.idle:
             # What is known of the time of a token may have changed since the plan.
             if request.sequences <= len(free) and self._is_short(request):
@@ -166,7 +173,7 @@ class Climb(msgspec.Struct, frozen=True):
             share=Demand(tuple(prefills)).mass(self.done | set(self.ladder.cheap)),
             spent_s=sum(one.first_s + (one.again_s or 0.0) for one in self.sent),
             gained_s=gained_s,
-            requests=tuple((_label(one.request), one.first_s, one.again_s) for one in self.sent),
+            requests=tuple((one.request.label(), one.first_s, one.again_s) for one in self.sent),
         )
 
     def _without_done(self) -> Climb:
@@ -255,8 +262,10 @@ def begin(
     )
 
 
-def free_slots(slots: Sequence[Mapping[str, Any]], *, host_cache: bool) -> tuple[int, ...]:
-    """Return the slots that a synthetic request may take, empty ones first.
+def free_slots(
+    slots: Sequence[Mapping[str, Any]], *, host_cache: bool, ours: Container[int] = ()
+) -> tuple[int, ...]:
+    """Return the slots that a synthetic request may take: ours, empty ones, then all others.
 
     A slot that holds a prefix may be taken only where the host cache keeps what it displaces: with
     it, six synthetic requests cost a 600-token prefix nothing, pinned to its slot or not; with
@@ -265,14 +274,11 @@ def free_slots(slots: Sequence[Mapping[str, Any]], *, host_cache: bool) -> tuple
     Args:
         slots: The answer of `GET /slots`.
         host_cache: Whether the server has a host cache.
+        ours: Ids of slots that hold nothing but a synthetic prompt.
     """
     idle = [slot for slot in slots if not slot.get("is_processing")]
-    empty = [slot["id"] for slot in idle if not slot.get("n_prompt_tokens")]
-    used = [slot["id"] for slot in idle if slot.get("n_prompt_tokens")]
-    return (*empty, *(used if host_cache else ()))
-
-
-def _label(request: Request) -> str:
-    if request.sequences > 1:
-        return f"{request.sequences} sequences"
-    return f"{request.prompt_tokens} tokens"
+    own = [slot["id"] for slot in idle if slot["id"] in ours]
+    others = [slot for slot in idle if slot["id"] not in ours]
+    empty = [slot["id"] for slot in others if not slot.get("n_prompt_tokens")]
+    used = [slot["id"] for slot in others if slot.get("n_prompt_tokens")]
+    return (*own, *empty, *(used if host_cache else ()))

@@ -166,8 +166,8 @@ class Warmup(msgspec.Struct, frozen=True):
     prompt_tokens: Positive = 465
     decode_tokens: Positive = 8
     deadline_s: Seconds = 300.0
-    budget_s: Seconds = 0.0
-    idle: Switch = False
+    budget_s: Seconds = 3.0
+    idle: Switch = True
     idle_max_ms: Milliseconds = 500.0
 
 

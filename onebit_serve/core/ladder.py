@@ -100,6 +100,12 @@ class Request(msgspec.Struct, frozen=True):
         """Return how many requests are sent at once."""
         return len(self.decode_tokens)
 
+    def label(self) -> str:
+        """Return the words that status and logs use."""
+        return (
+            f"{self.sequences} sequences" if self.sequences > 1 else f"{self.prompt_tokens} tokens"
+        )
+
 
 class Warmed(msgspec.Struct, frozen=True):
     """What one synthetic request showed.

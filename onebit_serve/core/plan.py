@@ -10,6 +10,7 @@ from typing import Literal
 import msgspec
 
 from onebit_serve.core import options, presets
+from onebit_serve.core.caches import CachePlan, cache_root, plan_caches
 from onebit_serve.core.config import Backend, Config, Log, Server
 from onebit_serve.core.errors import UsageError, nearest
 from onebit_serve.core.facts import BinaryFacts, ModelFacts
@@ -35,8 +36,6 @@ __all__ = [
 
 Kind = Literal["llama-server", "zinc", "mlx"]
 Role = Literal["chat", "embedding", "rerank"]
-
-_LISTED_NAME = re.compile(r"[a-z]+\d+")  # as `--list-devices` has them
 
 
 class WarmUp(msgspec.Struct, frozen=True):
@@ -107,6 +106,7 @@ class BackendPlan(msgspec.Struct, frozen=True):
         lazy: It starts when a request first needs it, and `/health` does not wait for it.
         limits: How long and how much it may take.
         prompts: What is put into its prompt cache before ready.
+        caches: Where its driver and runtime keep what they compile.
     """
 
     name: str
@@ -125,6 +125,7 @@ class BackendPlan(msgspec.Struct, frozen=True):
     lazy: bool = False
     limits: Limits = Limits()
     prompts: PromptPlan = PromptPlan()
+    caches: CachePlan = CachePlan()
 
     def command(self, port: int) -> list[str]:
         """Return the whole command line for one port."""
@@ -227,7 +228,10 @@ def _backend(
         prompts = PromptFile()
     elif preset.kind == "llama-server":
         backend = equip(backend, prompts, binary, environment)
-    set_env = _set_env(backend, preset, environment, libhsa)
+    seen = {**environment, **backend.env}
+    devices = f"{preset.word},hrx" if backend.prefill_device else preset.word
+    caches = plan_caches(devices, seen, root=cache_root(environment))
+    set_env = {**caches.set_env, **_set_env(backend, preset, environment, libhsa)}
     build = {"llama-server": _llama_server, "zinc": _zinc, "mlx": _mlx}[preset.kind]
     identity = served_id(backend, preset.kind)
     arguments = build(backend, preset, binary, model, identity)
@@ -254,9 +258,8 @@ def _backend(
         assemble=preset.kind == "llama-server" and presets.misses_departures(binary.version),
         lazy=backend.lazy,
         limits=_limits(backend),
-        prompts=plan_prompts(
-            prompts, config.warm_prompts, arguments, binary, model, {**environment, **backend.env}
-        ),
+        prompts=plan_prompts(prompts, config.warm_prompts, arguments, binary, model, seen),
+        caches=caches,
     )
 
 
@@ -459,28 +462,12 @@ def _limits(backend: Backend) -> Limits:
     )
 
 
-def _device_word(name: str) -> str:
-    """Return a word of `[warmup] devices` in lower case: a device word, or a listed name.
-
-    Raises:
-        UsageError: It is neither.
-    """
-    word = name.lower()
-    if word not in presets.PRESETS and not _LISTED_NAME.fullmatch(word):
-        known = ", ".join(presets.PRESETS)
-        raise UsageError(
-            f"[warmup] devices names no device: {name}",
-            hint=nearest(word, presets.PRESETS) or f"known are {known}, and names like Vulkan0",
-        )
-    return word
-
-
 def _warm_up(config: Config, preset: Preset, *, embedded: bool) -> WarmUp:
     devices = config.warmup.devices
     if devices is None:
         wanted = preset.warm or embedded
     else:
-        names = {_device_word(name) for name in devices}
+        names = {presets.device_word(name) for name in devices}
         wanted = embedded or not names.isdisjoint(
             {preset.word.lower(), (preset.listed or "").lower()}
         )

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from typing import Literal
 
 import msgspec
+
+from onebit_serve.core.errors import UsageError, nearest
 
 __all__ = [
     "AUTO_ORDER",
@@ -12,9 +15,13 @@ __all__ = [
     "NOT_FOR_AUTO",
     "PRESETS",
     "Preset",
+    "device_word",
     "misses_departures",
     "preset",
 ]
+
+
+_LISTED_NAME = re.compile(r"[a-z]+\d+")  # as `--list-devices` has them
 
 
 class Preset(msgspec.Struct, frozen=True):
@@ -76,6 +83,22 @@ _MISS_DEPARTURES = ("0.6.0-dev", "86a2835")
 def preset(name: str) -> Preset:
     """Return what a device word or a listed name (`CUDA0`) stands for."""
     return PRESETS.get(name) or Preset(name, name, name, _OFFLOAD)
+
+
+def device_word(name: str) -> str:
+    """Return a word of `[warmup] devices` in lower case: a device word, or a listed name.
+
+    Raises:
+        UsageError: It is neither.
+    """
+    word = name.lower()
+    if word not in PRESETS and not _LISTED_NAME.fullmatch(word):
+        known = ", ".join(PRESETS)
+        raise UsageError(
+            f"[warmup] devices names no device: {name}",
+            hint=nearest(word, PRESETS) or f"known are {known}, and names like Vulkan0",
+        )
+    return word
 
 
 def misses_departures(version: str | None) -> bool:

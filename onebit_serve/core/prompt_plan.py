@@ -90,13 +90,14 @@ def plan_prompts(
         model: The model's, where it is a file.
         environment: What the child sees.
     """
+    host_bytes = _host_bytes(arguments, binary, environment)
     if not file.entries:
-        return PromptPlan()
+        return PromptPlan(host_bytes=host_bytes)
     folder = options.value(arguments, _FOLDER) or ""
     return PromptPlan(
         entries=file.entries,
         concurrency=settings.concurrency,
-        host_bytes=_host_bytes(arguments, binary, environment),
+        host_bytes=host_bytes,
         token_bytes=_token_bytes(model),
         save_to=folder if settings.save else "",
     )

@@ -48,6 +48,8 @@ __all__ = [
 VULKAN_STARTS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 33, 65)
 """First sizes of the classes of ggml's Vulkan backend (measured on software Vulkan)."""
 
+EVERY_SIZE = 32
+"""More classes in a row than this, each of one size, and there is one for every size."""
 CHECKPOINT_TAIL_TOKENS = 4
 PRIOR_WEIGHT = 20.0
 """How many requests the default expectation counts for; a few dozen real ones outweigh it."""
@@ -128,6 +130,17 @@ class Classes(msgspec.Struct, frozen=True):
         """Return the size that stands for the class of `tokens`; `None` where nothing is built."""
         index = bisect_right(self.starts, tokens) - 1
         return self.starts[index] if index >= 0 else None
+
+    def upto(self, ubatch_tokens: int) -> Classes:
+        """Return the same device at another micro-batch than the one it was discovered with.
+
+        Where every size is a class of its own, so are those that were too long to be seen.
+        """
+        if len(self.starts) > EVERY_SIZE and self.starts[-1] == len(self.starts):
+            every = tuple(range(1, ubatch_tokens + 1))
+            return msgspec.structs.replace(self, starts=every)
+        starts = tuple(start for start in self.starts if start <= ubatch_tokens)
+        return msgspec.structs.replace(self, starts=starts)
 
 
 def shows_checkpoints(total_tokens: int, processed: Iterable[int]) -> bool | None:

@@ -227,6 +227,7 @@ def _shapes(climb: ClimbView) -> dict[str, Any]:
         "share": round(climb.share, 4),
         "spent_s": round(climb.spent_s, 3),
         "gained_s": round(climb.gained_s, 3),
+        **({"now": climb.now} if climb.now else {}),
         "requests": [
             {
                 "warms": label,

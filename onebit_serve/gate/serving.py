@@ -288,8 +288,12 @@ class Subject(msgspec.Struct, frozen=True):
         return [*SERVE, *arguments, *(("--", *passed_on) if passed_on else ())]
 
     def environment(self, **more: str) -> dict[str, str]:
-        """Return the environment of a process of this model."""
-        return {**self.env, **self.model.env, **more}
+        """Return the environment of a process of this model.
+
+        A known answer holds only for a request that is alone on its server, so nothing is warmed
+        while the server is idle.
+        """
+        return {"ONEBIT_WARMUP_IDLE": "0", **self.env, **self.model.env, **more}
 
 
 @asynccontextmanager

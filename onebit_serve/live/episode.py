@@ -17,6 +17,7 @@ from contextlib import suppress
 import trio
 
 from onebit_serve.core import life, placement
+from onebit_serve.core.caches import describe
 from onebit_serve.core.plan import BackendPlan
 from onebit_serve.core.warmup import WarmUpResult
 from onebit_serve.live import probe, pulse
@@ -65,6 +66,7 @@ class Episode:
         leaving: Set when it is being stopped or is gone.
         prompts: Puts the warm prompts into its cache, where there are any.
         shaper: Warms further shapes than the first request does.
+        caches_found: Driver and runtime caches that an earlier run filled.
     """
 
     def __init__(
@@ -90,6 +92,7 @@ class Episode:
         self.leaving = trio.Event()
         self.prompts: PromptKeeper | None = None
         self.shaper: Shaper | None = None
+        self.caches_found: tuple[str, ...] = ()
         self.ended: Exit | None = None
         self.killed_for_memory = False
         self._log = log
@@ -125,6 +128,10 @@ class Episode:
         child = Child(made.process, made.guard)
         episode = cls(number, plan, child, made.port, made.key, log, tell, listen, work)
         episode._spawned_s = made.at_s
+        episode.caches_found = made.caches_found
+        caches = describe(plan.caches, made.caches_found)
+        if caches:
+            log.say(f"{plan.name}: {caches}", backend=plan.name)
         return episode
 
     def hear(self) -> None:
@@ -172,11 +179,17 @@ class Episode:
     async def _load_and_watch(self) -> None:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._break_if_it_stalls, nursery.cancel_scope)
+            nursery.start_soon(self._read_ahead)
             await self._until_healthy()
             nursery.cancel_scope.cancel()
         if self._healthy:
             with self._watch_scope:
                 await self._watch()
+
+    async def _read_ahead(self) -> None:
+        from onebit_serve.live.prefetch import read_ahead  # while the child starts
+
+        await read_ahead(self.plan, self._log)
 
     async def _until_healthy(self) -> None:
         """Poll `/health` until it is 200 on a port that is the child's own."""
@@ -260,7 +273,13 @@ class Episode:
             else:
                 degraded = await self._warm_up()
                 if self.shaper is not None and self.warm_up is not None:
-                    await self.shaper.warm(self.port, self.key, self.hear, self.warm_up)
+                    await self.shaper.warm(
+                        self.port,
+                        self.key,
+                        self.hear,
+                        self.warm_up,
+                        cache_found=bool(self.caches_found),
+                    )
             if self.prompts is not None:
                 await self.prompts.warm(self.port, self.key, self.hear)
             self._warming = False

@@ -34,7 +34,7 @@ import msgspec
 from onebit_serve.core.ladder import Costs
 from onebit_serve.core.shapes import Classes, Histogram, Shape
 
-__all__ = ["FLUSH_S", "History", "Key", "Remembered", "state_file"]
+__all__ = ["FLUSH_S", "History", "Key", "Remembered", "key_of", "state_file"]
 
 FLUSH_S = 20.0
 """Seconds between two flushes: a third of the minute that a kill may cost."""
@@ -61,9 +61,9 @@ class Key(msgspec.Struct, frozen=True):
     """What a history belongs to: shapes are of a binary, a model and a device together.
 
     Args:
-        model: The file's name and size, say, so that a replaced file starts anew.
-        device: The device as `--list-devices` describes it.
-        binary: What `--version` says.
+        model: What tells its file from another of the same name.
+        device: The word of log lines.
+        binary: The same of the program, so that one that was replaced starts anew.
     """
 
     model: str
@@ -93,6 +93,24 @@ class _StoredCosts(msgspec.Struct):
     step_s: float
     first_s: float
     measured: list[tuple[int, int, float]]
+
+
+def key_of(model: str, device: str, binary: str) -> Key:
+    """Return the key of a backend.
+
+    Args:
+        model: Its file; a name that is none (mlx) stands for itself.
+        device: The word of log lines.
+        binary: Its program.
+    """
+    return Key(_identity(model), device, _identity(binary))
+
+
+def _identity(path: str) -> str:
+    with contextlib.suppress(OSError):
+        found = Path(path).stat()
+        return f"{Path(path).name} {found.st_size} {found.st_mtime_ns}"
+    return path
 
 
 def state_file(env: Mapping[str, str]) -> Path | None:

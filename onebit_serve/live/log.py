@@ -6,6 +6,9 @@ front door (a pipe holds 64 KiB on Linux).
 
 The same line said over and over is written five times in ten seconds; the rest is counted, and the
 count is said when they are over: a fault that repeats must not fill a disk.
+
+On a terminal a last line below the log shows how far something is. It is drawn here, in a few
+bytes, since the libraries that draw better take longer to import than a child takes to start.
 """
 
 from __future__ import annotations
@@ -30,7 +33,17 @@ _LEVELS: tuple[Level, ...] = ("debug", "info", "warning", "error")
 _QUEUE_LINES = 1000
 _WINDOW_S = 10.0
 _SAME_LINES = 5
+_BAR_CELLS = 20
+_BAR_EVERY_S = 0.1
+_CLEAR = b"\r\033[K"
 _TEXTS = 256  # different lines whose repeats are counted at once
+
+
+class _Bar(msgspec.Struct, frozen=True):
+    """What the last line of a terminal says of one thing; empty text takes it away."""
+
+    key: str
+    text: str
 
 
 class _Window(msgspec.Struct):
@@ -107,9 +120,12 @@ class Log:
         self._json = form == "json"
         self._least = _LEVELS.index(level)
         self._fd = sys.stderr.fileno() if fd is None else fd
-        self._lines: queue.Queue[tuple[str, bytes] | None] = queue.Queue(_QUEUE_LINES)
+        self._lines: queue.Queue[tuple[str, bytes] | _Bar | None] = queue.Queue(_QUEUE_LINES)
         self._repeats = Repeats() if repeats is None else repeats
         self._told = 0
+        self._draws = form == "plain" and os.isatty(self._fd)
+        self._bars: dict[str, str] = {}
+        self._drawn_s: dict[str, float] = {}
         self.dropped = 0
         self.file: LogFile | None = None
         self._thread = threading.Thread(target=self._write, name="log", daemon=True)
@@ -148,6 +164,26 @@ class Log:
         """Write a line about something that failed."""
         self.say(text, "error", **fields)
 
+    def progress(self, key: str, text: str = "", share: float = 0.0) -> None:
+        """Show below the log how far something is, where that is a terminal; it never blocks.
+
+        Args:
+            key: What it is about.
+            text: What is going on; empty when it is over.
+            share: How much of it is done, 0 to 1.
+        """
+        if not self._draws:
+            return
+        now_s = time.monotonic()
+        if text and now_s < self._drawn_s.get(key, -math.inf) + _BAR_EVERY_S:
+            return
+        self._drawn_s[key] = now_s
+        if text:
+            full = min(_BAR_CELLS, max(0, round(share * _BAR_CELLS)))
+            text = f"{text} [{'#' * full}{'.' * (_BAR_CELLS - full)}] {share:.0%}"
+        with contextlib.suppress(queue.Full):
+            self._lines.put_nowait(_Bar(key, text))
+
     def close(self, wait_s: float = 1.0) -> None:
         """Write what is left, for at most so many seconds."""
         try:
@@ -173,7 +209,12 @@ class Log:
                 dropped, self._told = self.dropped - self._told, self.dropped
                 self._put(self._note(f"{dropped} lines were dropped"))
             if said is None:
+                if self._bars:
+                    self._send(_CLEAR)
                 return
+            if isinstance(said, _Bar):
+                self._draw(said)
+                continue
             text, line = said
             if self._repeats.passes(text, line, now_s):
                 self._put(line)
@@ -192,9 +233,25 @@ class Log:
             return msgspec.json.encode(record) + b"\n"
         return f"1bit serve: {text}\n".encode()
 
+    def _draw(self, bar: _Bar) -> None:
+        if bar.text:
+            self._bars[bar.key] = bar.text
+        elif self._bars.pop(bar.key, None) is None:
+            return
+        self._send(_CLEAR + self._last_line())
+
+    def _last_line(self) -> bytes:
+        with contextlib.suppress(OSError):
+            columns = os.get_terminal_size(self._fd).columns or 80
+            return "  ".join(self._bars.values())[: columns - 1].encode(errors="replace")
+        return b""
+
     def _put(self, line: bytes) -> None:
         if self.file is not None:
             self.file.write(line)
+        self._send(_CLEAR + line + self._last_line() if self._bars else line)
+
+    def _send(self, data: bytes) -> None:
         with contextlib.suppress(OSError):
-            while line:
-                line = line[os.write(self._fd, line) :]
+            while data:
+                data = data[os.write(self._fd, data) :]

@@ -16,6 +16,7 @@ import mmap
 import os
 import re
 import threading
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,12 @@ from typing import Literal
 import msgspec
 import trio
 
-__all__ = ["Fetched", "fetch", "parts_of", "resident_bytes"]
+from onebit_serve.core import options
+from onebit_serve.core.plan import BackendPlan
+from onebit_serve.live.free_memory import machine_memory
+from onebit_serve.live.log import Log
+
+__all__ = ["Fetched", "fetch", "parts_of", "read_ahead", "resident_bytes"]
 
 STEP_BYTES = 8 << 20
 IN_FLIGHT = 4
@@ -32,6 +38,9 @@ WINDOW_BYTES = 1 << 30
 RESERVE_SHARE = 0.1
 """Memory that stays free of the file, as a share of all: the child wants some to load into."""
 ALMOST_ALL = 0.99
+WORTH_BYTES = 64 << 20
+"""A smaller file is read by its child in a moment."""
+SAY_EVERY_S = 10.0
 _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 
 
@@ -64,6 +73,54 @@ def parts_of(model: Path) -> tuple[Path, ...]:
     return tuple(path for name in names if (path := model.with_name(name)).is_file())
 
 
+async def read_ahead(plan: BackendPlan, log: Log) -> None:
+    """Read a backend's model ahead of its child, and say how that went; cancel it at any time.
+
+    Args:
+        plan: The backend.
+        log: Takes a line at the end, one now and then before it, and a bar on a terminal.
+    """
+    past_the_cache = any(options.given(plan.arguments, name) for name in ("-dio", "--direct-io"))
+    if plan.kind == "mlx" or past_the_cache:
+        return
+    files = parts_of(Path(plan.model))
+    try:
+        total_bytes = sum(file.stat().st_size for file in files)
+    except OSError:  # its child says it better
+        return
+    if total_bytes < WORTH_BYTES:
+        return
+    name, said_s, is_over = files[0].name, time.monotonic(), False
+
+    def show(done: int, total: int) -> None:
+        nonlocal said_s
+        if is_over:  # cancelled, and the pieces under way end after that
+            return
+        log.progress(name, f"reading {name}", done / total)
+        if time.monotonic() > said_s + SAY_EVERY_S:
+            said_s = time.monotonic()
+            log.say(f"reading {name}: {done / total:.0%} of {_gib(total)}", backend=plan.name)
+
+    try:
+        found = await fetch(files, show)
+    finally:
+        is_over = True
+        log.progress(name)
+    facts = {"backend": plan.name, "took_s": round(found.took_s, 3), "bytes": found.read_bytes}
+    if found.outcome == "read":
+        mib_per_s = found.read_bytes / 2**20 / max(found.took_s, 0.001)
+        line = f"read {name} ({_gib(total_bytes)}) into memory in {found.took_s:.1f} s"
+        log.say(f"{line} ({mib_per_s:.0f} MiB/s)", **facts)
+    elif found.outcome == "resident":
+        log.debug(f"{name} is in memory already", **facts)
+    else:
+        log.say(f"{name} is not read ahead: {found.detail}", **facts)
+
+
+def _gib(size_bytes: int) -> str:
+    return f"{size_bytes / 2**30:.1f} GiB"
+
+
 async def fetch(
     files: Sequence[Path],
     on_progress: Callable[[int, int], object] = lambda _done, _total: None,
@@ -75,7 +132,7 @@ async def fetch(
     Args:
         files: From `parts_of`.
         on_progress: Takes bytes done and in all, every 8 MiB, in a thread of its own.
-        available_bytes: Memory that may be filled; what psutil calls available where `None`.
+        available_bytes: Memory that may be filled; what this process may still have where `None`.
     """
     stop = threading.Event()
     started_s = trio.current_time()
@@ -149,10 +206,8 @@ def _fetch(
     if None not in resident and lacking <= total * (1 - ALMOST_ALL):
         return Fetched("resident", 0, total)
     if available_bytes is None:
-        import psutil
-
-        memory = psutil.virtual_memory()
-        available_bytes = memory.available - int(memory.total * RESERVE_SHARE)
+        all_bytes, free_bytes = machine_memory()
+        available_bytes = free_bytes - int(all_bytes * RESERVE_SHARE)
     if lacking > available_bytes:
         missing_mib = (lacking - available_bytes) >> 20
         return Fetched("short", 0, total, detail=f"{missing_mib} MiB more memory would be needed")

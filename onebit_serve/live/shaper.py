@@ -8,6 +8,9 @@
 What to send, and in what order, is `core.climb`'s to say. A synthetic request is cancelled by
 closing its connection; a llama-server looks for that between batches only, so what is in the works
 is finished first. Idle requests are therefore short.
+
+A slot counts as ours while it still shows what our last request left in it: such a one is used
+again before an empty one, so that a backend without a host cache has its rest warmed too.
 """
 
 from __future__ import annotations
@@ -17,7 +20,6 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -38,6 +40,7 @@ __all__ = ["Shaper"]
 
 _OK = 200
 _IDLE_S = 1.0  # an agent's next request is often there by then
+_BUSY_POLL_S = 0.5
 _TAIL_BYTES = 16384
 _PROMPT_TOKENS = re.compile(rb'"prompt_n"\s*:\s*(\d+)')
 _PROMPT_MS = re.compile(rb'"prompt_ms"\s*:\s*([\d.]+)')
@@ -78,7 +81,9 @@ class Shaper:
         self._history: History | None = None
         self._saved: Climb | None = None
         self._scope: trio.CancelScope | None = None
-        self._is_done = False
+        self._ours: dict[int, object] = {}
+        self._now = ""
+        self._is_done = self._cache_found = False
         self._ended = trio.Event()
 
     def __repr__(self) -> str:
@@ -87,16 +92,24 @@ class Shaper:
     @property
     def active(self) -> bool:
         """Whether replies are worth a look at their counts."""
-        return self._climb is not None
+        return self._child is not None and self._climb is not None
 
     def view(self) -> ClimbView | None:
         """Return what status shows; `None` where nothing is planned. It takes milliseconds."""
-        return self._climb.view() if self._climb is not None else None
+        if self._climb is None or self._child is None:  # what was warm went with its child
+            return None
+        return msgspec.structs.replace(self._climb.view(), now=self._now)
 
     # -------------------------------------------------------------------------- before ready
 
     async def warm(
-        self, port: int, key: str, hear: Callable[[], None], first: WarmUpResult
+        self,
+        port: int,
+        key: str,
+        hear: Callable[[], None],
+        first: WarmUpResult,
+        *,
+        cache_found: bool = False,
     ) -> None:
         """Warm what fits the budget, of a child that is about to be ready.
 
@@ -105,8 +118,11 @@ class Shaper:
             key: Its API key, or empty.
             hear: Called whenever it shows that it works.
             first: What its first warm-up request came to.
+            cache_found: Whether its driver's or runtime's cache held something at its start.
         """
+        self._cache_found = cache_found
         self._climb = self._child = None
+        self._ours = {}
         self._is_done = False
         if not self.wanted or first.failure:
             return
@@ -115,9 +131,12 @@ class Shaper:
             try:
                 await self._meet(port, key, hear, first)
                 await self._climb_before()
+                self._ours = _by_id(await self._slots())  # nobody else was let in so far
             except (GoneError, _RefusedError) as error:
                 # the exit of a child that is gone is told by those who watch it
                 self._say(f"no further shapes are warmed: {error}")
+            finally:
+                self._log.progress(self._plan.name)
         if self._climb is not None and self._climb.sent:
             sent, took_s = len(self._climb.sent), trio.current_time() - began_s
             seen = await trio.to_thread.run_sync(self._climb.view, abandon_on_cancel=True)
@@ -143,13 +162,17 @@ class Shaper:
             warmup.prompt_ids(seed["tokens"], 1)
         except (KeyError, TypeError, ValueError) as error:
             raise _RefusedError(f"it did not say what a plan needs ({error!r})") from None
-        remembered = await trio.to_thread.run_sync(self._kept().load)
+        load = partial(self._kept().load, cache_found=self._cache_found)
+        remembered = await trio.to_thread.run_sync(load)
         ubatch = self._number(512, "-ub", "--ubatch-size")
         splitting = Splitting(
             ubatch, self._number(2048, "-b", "--batch-size"), bool(first.checkpoints)
         )
         model = ShapeModel(
-            splitting, remembered.classes or classes_for(plan.device, ubatch), slots, context
+            splitting,
+            (remembered.classes or classes_for(plan.device, ubatch)).upto(ubatch),
+            slots,
+            context,
         )
         self._climb = await trio.to_thread.run_sync(
             partial(
@@ -158,6 +181,7 @@ class Shaper:
                 plan.device,
                 histogram=remembered.histogram,
                 costs=remembered.costs,
+                cache_found=self._cache_found,
                 first_prompt_tokens=first.prompt_tokens or 0,
                 first_decode_tokens=first.decode_tokens or 1,
                 idle_max_s=plan.warm_up.idle_max_s,
@@ -166,7 +190,8 @@ class Shaper:
         )
 
     async def _climb_before(self) -> None:
-        end_s = trio.current_time() + self._plan.warm_up.budget_s
+        name, budget_s = self._plan.name, self._plan.warm_up.budget_s
+        end_s = trio.current_time() + budget_s
         while (left_s := end_s - trio.current_time()) > 0 and self._climb is not None:
             after, request = await trio.to_thread.run_sync(
                 self._climb.before, left_s, abandon_on_cancel=True
@@ -174,6 +199,8 @@ class Shaper:
             self._climb = after
             if request is None:
                 return
+            share = 1 - (end_s - trio.current_time()) / budget_s
+            self._log.progress(name, f"{name}: warming {request.label()}", share)
             took_s = await self._send(request, range(request.sequences))
             self._climb = after.completed(request, took_s)
 
@@ -188,7 +215,7 @@ class Shaper:
         """
         tokens = _PROMPT_TOKENS.findall(tail[-_TAIL_BYTES:])
         took_ms = _PROMPT_MS.findall(tail[-_TAIL_BYTES:])
-        if self._climb is None or self._history is None or not tokens or not took_ms:
+        if not self.active or self._history is None or not tokens or not took_ms:
             return
         self._history.note_prefill(int(tokens[-1]))
         self._history.note_decode(in_flight)
@@ -196,7 +223,7 @@ class Shaper:
         with contextlib.suppress(ValueError):
             alone = in_flight == 1
             prompt_s = float(took_ms[-1]) / 1000
-            if alone:
+            if alone and self._climb is not None:
                 self._climb = self._climb.served(int(tokens[-1]), prompt_s)
 
     def busy(self) -> None:
@@ -232,13 +259,17 @@ class Shaper:
 
     async def _idle_step(self) -> bool:
         """Send the next request twice; return whether there may be more."""
-        climb, child = self._climb, self._child
-        if climb is None or child is None:
+        climb = self._climb
+        if climb is None:
             return False
-        slots = await _json(child.port, child.key, "GET", "/slots")
-        if not isinstance(slots, list):
-            raise _RefusedError("/slots answered no list")
-        planned = partial(climb.idle, slots, host_cache=self._plan.prompts.host_bytes != 0)
+        slots = await self._slots()
+        if any(slot.get("is_processing") for slot in slots):
+            # what a client left behind, or what we cancelled: it is not idle yet
+            await trio.sleep(_BUSY_POLL_S)
+            return True
+        ours = {id_ for id_, slot in _by_id(slots).items() if self._ours.get(id_) == slot}
+        host_cache = self._plan.prompts.host_bytes != 0
+        planned = partial(climb.idle, slots, host_cache=host_cache, ours=ours)
         after, request, pinned = await trio.to_thread.run_sync(planned, abandon_on_cancel=True)
         self._climb = after
         if request is None:
@@ -249,8 +280,20 @@ class Shaper:
             return False
         first_s = await self._send(request, pinned)
         again_s = await self._send(request, pinned)
+        # `served` cannot have come between: a client's request would have cancelled this
         self._climb = after.completed(request, first_s, again_s)
+        left = _by_id(await self._slots())
+        self._ours = {id_: left[id_] for id_ in {*ours, *pinned} if id_ in left}
         return True
+
+    async def _slots(self) -> list[dict[str, Any]]:
+        child = self._child
+        if child is None:
+            raise _RefusedError("the backend is gone")
+        slots = await _json(child.port, child.key, "GET", "/slots")
+        if not isinstance(slots, list) or not all(isinstance(slot, dict) for slot in slots):
+            raise _RefusedError("/slots answered no list of slots")
+        return slots
 
     # ----------------------------------------------------------------------------- the history
 
@@ -278,15 +321,15 @@ class Shaper:
             self._history.flush()
             climb = self._climb
             if climb is not None and climb.sent and climb is not self._saved:
-                self._history.save_costs(climb.costs)
+                self._history.save_costs(climb.costs, cache_found=self._cache_found)
                 self._saved = climb
 
     def _kept(self) -> History:
-        from onebit_serve.live.history import History, Key, state_file
+        from onebit_serve.live.history import History, key_of, state_file
 
         if self._history is None:
             plan = self._plan
-            key = Key(_identity(plan.model), plan.device, _identity(plan.binary))
+            key = key_of(plan.model, plan.device, plan.binary)
             self._history = History(state_file(os.environ), key, self._say)
         return self._history
 
@@ -314,9 +357,13 @@ class Shaper:
 
         child.hear()
         began_s = trio.current_time()
-        async with trio.open_nursery() as nursery:
-            for decode_tokens, slot in zip(request.decode_tokens, slots):  # noqa: B905 - 3.10
-                nursery.start_soon(one, decode_tokens, slot)
+        self._now = request.label()
+        try:
+            async with trio.open_nursery() as nursery:
+                for decode_tokens, slot in zip(request.decode_tokens, slots):  # noqa: B905 - 3.10
+                    nursery.start_soon(one, decode_tokens, slot)
+        finally:
+            self._now = ""
         took_s = trio.current_time() - began_s
         child.hear()
         if failures:
@@ -347,9 +394,5 @@ async def _json(
         raise _RefusedError(f"{path} answered no JSON") from None
 
 
-def _identity(path: str) -> str:
-    """Return what tells a file from another of the same name."""
-    with contextlib.suppress(OSError):
-        found = Path(path).stat()
-        return f"{Path(path).name} {found.st_size} {found.st_mtime_ns}"
-    return path
+def _by_id(slots: list[dict[str, Any]]) -> dict[int, object]:
+    return {slot["id"]: slot for slot in slots if "id" in slot}

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from onebit_serve.core.plan import BackendPlan, Plan
-from onebit_serve.live import leftovers
+from onebit_serve.live import driver_caches, leftovers
 
 __all__ = ["Spawned", "launch", "spawn", "spawn_eager"]
 
@@ -37,6 +37,7 @@ class Spawned(msgspec.Struct, frozen=True):
         port: Its port.
         key: The API key that only we know, or empty where the program has none.
         at_s: When it was started, on the monotonic clock.
+        caches_found: Driver and runtime caches that held something before it was started.
     """
 
     process: subprocess.Popen[bytes]
@@ -44,6 +45,7 @@ class Spawned(msgspec.Struct, frozen=True):
     port: int
     key: str
     at_s: float
+    caches_found: tuple[str, ...] = ()
 
 
 def spawn_eager(plan: Plan) -> dict[str, Spawned]:
@@ -76,8 +78,10 @@ def spawn(plan: BackendPlan) -> Spawned:
     if plan.kind == "llama-server":
         # not by `secrets`, whose imports take longer than the rest of this
         key = environment["LLAMA_API_KEY"] = os.urandom(_KEY_BYTES).hex()
+    caches_found = driver_caches.found(plan.caches)
+    driver_caches.make_folders(plan.caches)  # one that cannot be made costs time only
     at_s = time.monotonic()
-    return Spawned(*launch(plan.command(port), environment), port, key, at_s)
+    return Spawned(*launch(plan.command(port), environment), port, key, at_s, caches_found)
 
 
 def launch(

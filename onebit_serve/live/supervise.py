@@ -248,7 +248,9 @@ class Backend:
         episode = self._episode
         if self._life.state is not State.READY or episode is None:
             return None
+        self.shaper.busy()
         result = await probe.warm_up(self.plan, episode.port, episode.key, episode.hear)
+        self._climb_on()
         if self.prompts.wanted:  # it took a slot of one
             await self.forget(clear=False)
         return result

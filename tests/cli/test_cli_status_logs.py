@@ -153,6 +153,40 @@ def test_a_degraded_backend_is_shown_as_such(served):
     assert result.output.splitlines()[2].split()[1] == "degraded"
 
 
+SHAPES = {
+    "planned": 13,
+    "warmed": 5,
+    "cheap": 2,
+    "share": 0.714,
+    "spent_s": 21.5,
+    "gained_s": 14.83,
+    "now": "9 tokens",
+    "requests": [
+        {"warms": "1 tokens", "first_ms": 10.0, "second_ms": None},
+        {"warms": "4 tokens", "first_ms": 3700.0, "second_ms": 30.0},
+        {"warms": "8 tokens", "first_ms": 14876.0, "second_ms": 43.0},
+        {"warms": "2 sequences", "first_ms": 15.0, "second_ms": 19.0},
+    ],
+}
+
+
+def test_shapes_are_counted_and_the_costliest_are_shown_or_all_of_a_named_backend(served):
+    served.backends = [{**READY, "shapes": SHAPES}]
+    lines = run(status, "--url", served.url).output.splitlines()[3:]
+    assert lines[0] == (
+        "gpu: 5 of 13 shapes are warm, 2 left out as cheap; 71% of requests pay nothing; 21.5 s "
+        "spent, 14.8 s gained; now 9 tokens"
+    )
+    assert lines[1:] == [
+        "gpu:   8 tokens: 14.9 s, then 43 ms",
+        "gpu:   4 tokens: 3.7 s, then 30 ms",
+        "gpu:   2 sequences: 15 ms, then 19 ms",
+    ]
+    named = run(status, "--url", served.url, "gpu").output.splitlines()[4:]
+    assert named[0] == "gpu:   1 tokens: 10 ms"
+    assert len(named) == 4
+
+
 def test_an_unknown_backend_is_a_slip(served):
     error = failure(status, "--url", served.url, "gpuu")
     assert (error.exit_code, error.hint) == (2, "the backends are gpu")

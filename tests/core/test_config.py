@@ -36,9 +36,9 @@ def test_the_defaults_are_the_documented_ones():
     assert (backend.restart, backend.allow_cpu_fallback) == (True, False)
     assert (backend.hang_s, backend.load_stall_s, backend.load_limit_s) == (120, 120, 0)
     warmup = config.warmup
-    assert (warmup.enabled, warmup.idle, warmup.devices) == (True, False, None)
+    assert (warmup.enabled, warmup.idle, warmup.devices) == (True, True, None)
     assert (warmup.prompt_tokens, warmup.decode_tokens) == (465, 8)
-    assert (warmup.deadline_s, warmup.budget_s, warmup.idle_max_ms) == (300, 0, 500)
+    assert (warmup.deadline_s, warmup.budget_s, warmup.idle_max_ms) == (300, 3, 500)
 
 
 def test_a_file_sets_keys_of_every_kind():

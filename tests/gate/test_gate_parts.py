@@ -93,7 +93,8 @@ def test_a_server_gets_the_model_s_arguments_after_two_dashes():
         "-m /m.gguf --device hrx -c 8192 -p 0 --llama-server /bin/llama-server "
         "--no-restart --no-warmup -- -ctk q8_0 -lv 5"
     )
-    assert subject.environment(C="3") == {"A": "1", "B": "2", "C": "3"}
+    idle = {"ONEBIT_WARMUP_IDLE": "0"}
+    assert subject.environment(C="3") == {"A": "1", "B": "2", "C": "3", **idle}
 
 
 def answer(name, *leads, first=100):

@@ -3,6 +3,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pty
 import re
 import threading
 from collections.abc import Iterator
@@ -102,3 +103,29 @@ def test_a_closed_reader_stops_nobody(pipe):
     log.say("to nobody")
     log.say("to nobody")
     log.close()
+
+
+def test_a_terminal_shows_below_the_log_how_far_something_is():
+    ours, theirs = pty.openpty()
+    log = Log(fd=theirs)
+    log.progress("m", "reading m.gguf", 0.5)
+    log.say("a line")
+    log.progress("m")
+    log.close(BOUND_S)
+    os.close(theirs)
+    seen = b""
+    with contextlib.suppress(OSError):  # a terminal's end is an error on Linux
+        while data := os.read(ours, 4096):
+            seen += data
+    os.close(ours)
+    bar = "reading m.gguf [##########..........] 50%"
+    said = seen.decode().replace("\r\n", "\n")
+    assert said == f"\r\033[K{bar}\r\033[K1bit serve: a line\n{bar}\r\033[K"
+
+
+@pytest.mark.parametrize("form", ["plain", "json"])
+def test_nothing_is_drawn_where_nobody_looks(pipe, form):
+    log = Log(form, fd=pipe.into)
+    log.progress("m", "reading m.gguf", 0.5)
+    log.close(BOUND_S)
+    assert pipe.read_all() == ""

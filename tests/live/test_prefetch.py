@@ -4,7 +4,9 @@ import os
 import threading
 
 import pytest
+import tiny_models as models
 import trio
+from front_door import Front
 
 from onebit_serve.live import prefetch
 from onebit_serve.live.prefetch import fetch, parts_of, resident_bytes
@@ -129,3 +131,50 @@ def test_an_empty_file_is_not_resident(tmp_path):
     path = tmp_path / "empty.gguf"
     path.touch()
     assert resident_bytes(path) == 0
+
+
+def padded(tmp_path, size_bytes=SIZE_BYTES):
+    """Write a model with so many bytes behind it, and take it out of memory."""
+    path = models.write("llama", tmp_path)
+    with path.open("ab") as file:
+        file.write(os.urandom(size_bytes))
+        file.flush()
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    return path
+
+
+@pytest.fixture
+def served(fake_llama, tmp_path):
+    """Start a front door whose fake backend loads for two seconds and reads no file."""
+    started = []
+
+    def start(model, *arguments):
+        constants = {"WORTH_BYTES": 1}
+        words = ["-m", str(model), "--llama-server", fake_llama, "--device", "cpu", *arguments]
+        front = Front(tmp_path, *words, knobs="load=2", constants=constants)
+        started.append(front)
+        return front.ready()
+
+    yield start
+    for front in started:
+        front.stop()
+
+
+def test_a_cold_model_is_read_while_its_child_starts(served, tmp_path):
+    model = padded(tmp_path)
+    if resident_bytes(model) == model.stat().st_size:
+        pytest.skip("this file system keeps files in memory")
+    front = served(model)
+    (line,) = front.said("into memory in")
+    assert "read tiny-llama.gguf (0.0 GiB)" in line
+    assert resident_bytes(model) == model.stat().st_size
+
+
+@pytest.mark.parametrize("arguments", [(), ("--", "--direct-io")], ids=["resident", "direct"])
+def test_a_model_in_memory_or_read_past_it_is_left_alone(served, tmp_path, arguments):
+    model = padded(tmp_path)
+    if not arguments:
+        model.read_bytes()
+    front = served(model, *arguments)
+    assert not front.said("into memory in")

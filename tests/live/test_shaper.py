@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,23 +13,35 @@ import pytest
 from front_door import Front
 from llama_process import until
 
+from onebit_serve.live.history import FLUSH_S, History, key_of, state_file
+
 Start = Callable[..., Front]
 LONG_S = 60.0
 
 
 @pytest.fixture
 def start(fake_llama: str, tiny_models: Path, tmp_path: Path) -> Iterator[Start]:
-    """Start a front door with shapes over a fake backend: `start("0.2", "1")` for budget, idle."""
+    """Start a front door over a fake backend; `start("0.2", "1")` says budget and idle."""
     started: list[Front] = []
 
-    def begin(budget_s: str, idle: str, device: str = "vulkan", **more: str) -> Front:
+    def begin(
+        budget_s: str = "",
+        idle: str = "",
+        device: str = "vulkan",
+        scale: float = 0.01,
+        arguments: tuple[str, ...] = (),
+        constants: dict[str, float] | None = None,
+        **more: str,
+    ) -> Front:
         model = str(tiny_models / "tiny-llama.gguf")
-        environment = {"ONEBIT_WARMUP_BUDGET_S": budget_s, "ONEBIT_WARMUP_IDLE": idle} | more
+        said = {"ONEBIT_WARMUP_BUDGET_S": budget_s, "ONEBIT_WARMUP_IDLE": idle}
         front = Front(
             tmp_path,
-            *("-m", model, "--llama-server", fake_llama, "--device", device),
-            knobs=f"model={device} scale=0.01",
-            environment=environment,
+            *("-m", model, "--llama-server", fake_llama, "--device", device, *arguments),
+            knobs=f"model={device if device != 'cpu' else 'none'} scale={scale}",
+            environment={name: value for name, value in said.items() if value} | more,
+            constants=constants,
+            shapes=True,
         )
         started.append(front)
         return front
@@ -81,3 +96,123 @@ def test_what_clients_sent_is_kept_in_the_history(start, tmp_path):
     complete(front, 37)
     front.stop()
     assert list(tmp_path.rglob("history.sqlite3"))
+
+
+def test_a_kill_costs_no_more_than_the_last_minute_of_traffic():
+    assert FLUSH_S <= 60
+
+
+def test_a_supervisor_that_is_killed_loses_only_what_came_since_the_last_writing(
+    start, tmp_path, tiny_models, fake_llama
+):
+    front = start("0", "1", constants={"FLUSH_S": 0.05})
+    front.ready()
+    key = key_of(str(tiny_models / "tiny-llama.gguf"), "vulkan", fake_llama)
+    history = History(state_file({"XDG_STATE_HOME": str(tmp_path / "xdg" / "state")}), key, print)
+
+    def noted() -> int:
+        return round(history.load().histogram.prefill.get(37, 0))
+
+    for _ in range(5):
+        complete(front, 37)
+    until(lambda: noted() == 5, "the notes of five requests")
+    complete(front, 37)
+    os.kill(front.process.pid, signal.SIGKILL)
+    front.wait()
+    assert noted() in (5, 6)
+    again = start("0", "1", constants={"FLUSH_S": 0.05})
+    again.ready()
+    complete(again, 37)
+    until(lambda: noted() >= 6, "the notes of the next life")
+
+
+def test_by_default_shapes_are_warmed_before_ready_and_while_idle(start):
+    front = start().ready()
+    assert shapes(front)["requests"]
+    until(lambda: front.said("the last while idle"), "the end of the idle warm-up", LONG_S)
+    seen = shapes(front)
+    assert seen["warmed"] == seen["planned"]
+
+
+def test_by_default_the_cpu_has_no_shapes(start):
+    front = start(device="cpu").ready()
+    assert shapes(front) == {}
+    assert front.requests("/completion") == []
+
+
+def test_status_shows_the_synthetic_request_that_runs_and_a_client_cancels_it(start):
+    front = start("0", "1", scale=0.3).ready()
+    until(lambda: shapes(front).get("now"), "a synthetic request", LONG_S)
+    complete(front, 465)
+    until(lambda: front.record("gone"), "the end of the synthetic request", LONG_S)
+
+
+@pytest.mark.parametrize("slots", ["1", "2"])
+def test_without_a_host_cache_no_cached_prefix_is_lost(start, slots):
+    front = start("0", "1", arguments=("-np", slots, "--cache-ram", "0")).ready()
+    prompt = {"prompt": list(range(5, 605)), "n_predict": 1}
+    assert front.post("/completion", prompt).json()["timings"]["cache_n"] == 0
+    if slots == "2":  # the other one holds nothing but what the warm-up left; two would need both
+        until(
+            lambda: shapes(front)["warmed"] == shapes(front)["planned"] - 1,
+            "the idle warm-up on the other slot",
+            LONG_S,
+        )
+    else:
+        before = len(front.requests("/slots"))
+        until(lambda: len(front.requests("/slots")) > before, "a look at the slots", LONG_S)
+    assert front.post("/completion", prompt).json()["timings"]["cache_n"] >= 599
+
+
+def test_a_backend_whose_only_slot_holds_the_warm_up_alone_is_warmed_without_a_host_cache(start):
+    front = start("0", "1", arguments=("-np", "1", "--cache-ram", "0")).ready()
+    until(lambda: front.said("the last while idle"), "the end of the idle warm-up", LONG_S)
+    seen = shapes(front)
+    assert seen["warmed"] == seen["planned"]
+
+
+def test_a_synthetic_request_does_not_hold_up_a_stop(start):
+    front = start("0", "1", scale=0.1).ready()
+    until(lambda: shapes(front).get("now"), "a synthetic request", LONG_S)
+    began_s = time.monotonic()
+    front.signal(signal.SIGTERM)
+    assert front.wait() == 0
+    assert time.monotonic() - began_s < 8  # less than it takes to lose patience with a backend
+
+
+def test_a_backend_that_dies_under_a_synthetic_request_comes_back_and_is_warmed_anew(start):
+    front = start("0", "1", scale=0.3, ONEBIT_WARMUP_IDLE_MAX_MS="0").ready()
+    until(lambda: shapes(front).get("now"), "a synthetic request", LONG_S)
+    os.kill(front.backend()["pid"], signal.SIGKILL)
+    until(lambda: front.said("is ready again"), "the restart", LONG_S)
+    until(lambda: shapes(front).get("now"), "a synthetic request", LONG_S)
+    assert front.backend()["restarts"] == 1
+
+
+def test_a_cache_of_an_earlier_run_is_said_and_makes_first_uses_cheap(start, tmp_path):
+    first = start("2", "1").ready()
+    assert first.said("no driver cache found")
+    mesa = tmp_path / "xdg" / "cache" / "onebit" / "mesa"
+    assert mesa.stat().st_mode & 0o777 == 0o700
+    until(lambda: first.said("the last while idle"), "the end of the idle warm-up", LONG_S)
+    assert shapes(first)["cheap"] == 0
+    first.stop()
+    entry = mesa / "mesa_shader_cache" / "ab" / "cdef"
+    entry.parent.mkdir(parents=True)
+    entry.write_bytes(b"shader")
+    costs = start("2", "1", scale=0.0001)  # what a filled cache does to the fake's first uses
+    costs.ready()
+    assert costs.said("driver cache found: mesa")
+    until(lambda: costs.said("the last while idle"), "the end of the idle warm-up", LONG_S)
+    costs.stop()
+    later = start("2", "1", scale=0.0001).ready()
+    assert shapes(later)["cheap"] > 0
+    assert len(shapes(later)["requests"]) < 3
+
+
+def test_a_cache_folder_that_the_user_set_wins(start, tmp_path):
+    mine = tmp_path / "mine"
+    front = start(MESA_SHADER_CACHE_DIR=str(mine)).ready()
+    assert str(mine) in front.said("no driver cache found")[0]
+    assert not (tmp_path / "xdg" / "cache" / "onebit" / "mesa").exists()
+    assert not mine.exists()

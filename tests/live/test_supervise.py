@@ -70,6 +70,7 @@ def test_the_door_says_loading_then_warming_then_ready(start: Start) -> None:
     assert front.post("/v1/chat/completions", CHAT).status_code == 200
     assert [line for line in front.log.splitlines() if line] == [
         "1bit serve: tiny-llama on hrx (1bit-fake-llama)",
+        front.said("no driver cache found")[0],
         front.said("warm-up request on port")[0],
         f"1bit serve: ready on {front.url}",
     ]
