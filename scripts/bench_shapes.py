@@ -72,6 +72,7 @@ STORED, FUTURE = 3000, 20_000
 CLIENT_TOKENS = 64
 LENGTHS = (*range(1, 9), 9, 16, 33, 64, 65, 100, 465, 600)
 PREFIX_TOKENS, NEW_TOKENS = 600, (3, 7, 20, 30)
+SHORT_TOKENS = 8  # up to here each is a class of its own
 PADDED_BYTES = 4 << 30
 OK = 200
 WITHOUT_PREFETCH = """
@@ -340,14 +341,18 @@ def ready(place: Path) -> Part:
 
 
 def collide(place: Path, count: int) -> Part:
-    """Send a warm client request while a synthetic one runs, and without."""
+    """Send a warm client request while a synthetic one runs, and without.
+
+    There is one slot, so that every synthetic request is a prefill, which cannot be cut short; the
+    pauses are long enough for the warm-up to get on between two collisions.
+    """
     part, walls = Part(), dict[str, list[float]]()
     ids = range(5, 5 + CLIENT_TOKENS)
     random = Random(5)
     for name, idle in (("none", "0"), ("collision", "1")):
         env = environment(place / "collide", **fake_knobs(place, 1.0), ONEBIT_WARMUP_IDLE=idle)
         forget(env)
-        with serving(place, fake_flags(place), env) as served:
+        with serving(place, (*fake_flags(place), "-np", "1", "-c", "10000"), env) as served:
             served.complete(ids)
             found = walls.setdefault(name, [])
             while len(found) < count:
@@ -355,7 +360,7 @@ def collide(place: Path, count: int) -> Part:
                 if idle == "1":
                     if not until(lambda: bool(served.backend()["shapes"].get("now"))):
                         break
-                    time.sleep(random.uniform(0, 0.2))
+                    time.sleep(random.uniform(0, 3))
                     if not served.backend()["shapes"].get("now"):
                         continue  # it ended just before
                 found.append(served.complete(ids)[0] * 1000)
@@ -395,9 +400,12 @@ def until(condition: Callable[[], bool], limit_s: float = 30.0) -> bool:
 # ------------------------------------------------------------------------------- software Vulkan
 
 
-def vulkan(place: Path, loads: int) -> Part:
+def vulkan(
+    place: Path, loads: int, chosen: Sequence[str] = (), lengths: Sequence[int] = LENGTHS
+) -> Part:
     """Time prompts of every class, and after a cached prefix, the first time and the second."""
     part = Part()
+    new_tokens = [n for n in NEW_TOKENS if n > SHORT_TOKENS or n in lengths]
     arms: dict[str, dict[str, str]] = {
         "no plan": FIRST_ONLY,
         "at ready": {"ONEBIT_WARMUP_BUDGET_S": "3", "ONEBIT_WARMUP_IDLE": "0"},
@@ -408,6 +416,7 @@ def vulkan(place: Path, loads: int) -> Part:
             "MESA_SHADER_CACHE_DISABLE": "false",
         },
     }
+    arms = {name: variables for name, variables in arms.items() if name in (chosen or arms)}
     flags = ("-m", str(tiny_model(place)), "--device", "vulkan", "-np", "1", "-c", "2048")
     ratios = dict[str, dict[int, list[tuple[float, float]]]]()
     prefixed = dict[str, dict[int, list[tuple[float, float]]]]()
@@ -422,7 +431,7 @@ def vulkan(place: Path, loads: int) -> Part:
         if kept:
             with serving(place, flags, env) as served:
                 served.until_idle_is_over()
-                vulkan_lengths(served, LENGTHS)
+                vulkan_lengths(served, lengths)
         with serving(place, flags, env) as served:
             say(f"vulkan: load {load}, {name}")
             idle_s = served.until_idle_is_over() if "idle" in name else 0.0
@@ -437,11 +446,11 @@ def vulkan(place: Path, loads: int) -> Part:
             starts.setdefault(name, []).append("|".join(said))
             # In the arm without a plan the prefix comes first in its own load, below.
             if name != "no plan":
-                merge(prefixed.setdefault(name, {}), vulkan_prefix(served))
-            merge(ratios.setdefault(name, {}), vulkan_lengths(served, LENGTHS))
+                merge(prefixed.setdefault(name, {}), vulkan_prefix(served, new_tokens))
+            merge(ratios.setdefault(name, {}), vulkan_lengths(served, lengths))
         if name == "no plan":
             with serving(place, flags, env) as served:
-                merge(prefixed.setdefault(name, {}), vulkan_prefix(served))
+                merge(prefixed.setdefault(name, {}), vulkan_prefix(served, new_tokens))
     names = tuple(arms)
     part.tables = [
         Table(
@@ -454,8 +463,10 @@ def vulkan(place: Path, loads: int) -> Part:
             f"The same, new tokens after a cached prefix of {PREFIX_TOKENS}", prefixed, names
         ),
     ]
-    worst = [first / second for pairs in ratios["after idle"].values() for first, second in pairs]
-    part.claims = [Claim("after idle: worst first / second of any length", max(worst), 2)]
+    idle = ratios.get("after idle", {})
+    worst = [first / second for pairs in idle.values() for first, second in pairs]
+    text = "after idle: worst first / second of any length"
+    part.claims = [Claim(text, max(worst, default=None), 2)]
     part.numbers = {"lengths": ratios, "prefix": prefixed, "starts": starts}
     return part
 
@@ -493,15 +504,16 @@ def vulkan_lengths(served: Served, lengths: Sequence[int]) -> dict[int, tuple[fl
             for turn in (0, 1)
         )
         found[tokens] = (first_s, second_s)
+    print(f"bench-shapes: {served.log.parent.name}: {found}", file=sys.stderr, flush=True)
     return found
 
 
-def vulkan_prefix(served: Served) -> dict[int, tuple[float, float]]:
+def vulkan_prefix(served: Served, new_tokens: Sequence[int]) -> dict[int, tuple[float, float]]:
     """Return first and second seconds of prompts whose beginning is cached, by new tokens."""
     prefix = [20 + i * 7 % 200 for i in range(PREFIX_TOKENS)]
     served.complete(prefix, cache_prompt=True)
     found = {}
-    for tokens in NEW_TOKENS:
+    for tokens in new_tokens:
         pair = []
         for turn in (1, 2):
             new = [20 + (i * 11 + 50 * turn + tokens) % 200 for i in range(tokens)]
@@ -510,6 +522,7 @@ def vulkan_prefix(served: Served) -> dict[int, tuple[float, float]]:
                 raise OnebitError(f"{timings['prompt_n']} tokens were prefilled, not {tokens}")
             pair.append(took_s)
         found[tokens] = (pair[0], pair[1])
+    print(f"bench-shapes: after a prefix: {found}", file=sys.stderr, flush=True)
     return found
 
 
@@ -617,7 +630,10 @@ def main() -> int:
     parser.add_argument("--loads", type=int, default=3, help="fresh starts an arm on Vulkan (3)")
     parser.add_argument("--collisions", type=int, default=200, help="how many (200)")
     parser.add_argument("--rounds", type=int, default=3, help="rounds with the cold file (3)")
+    parser.add_argument("--arm", action="append", help="an arm on Vulkan, or several; else all")
+    parser.add_argument("--lengths", help="prompt lengths on Vulkan, with commas; else all")
     asked = parser.parse_args()
+    lengths = [int(n) for n in asked.lengths.split(",")] if asked.lengths else LENGTHS
     load_before = os.getloadavg()[0]
     parts, missing = dict[str, Part](), dict[str, str]()
     with alone(NAME) as place:
@@ -626,7 +642,7 @@ def main() -> int:
             "ready": lambda: ready(place),
             "collide": lambda: collide(place, asked.collisions),
             "file": lambda: cold_file(place, asked.rounds),
-            "vulkan": lambda: vulkan(place, asked.loads),
+            "vulkan": lambda: vulkan(place, asked.loads, asked.arm or (), lengths),
             "discover": lambda: discover(place),
         }
         for name in asked.part or names:
