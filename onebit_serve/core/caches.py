@@ -78,7 +78,8 @@ def describe(plan: CachePlan, found: Sequence[str]) -> str:
         return f"driver cache found: {', '.join(found)}"
     if plan.look:
         places = ", ".join(folder for _, folder, _ in plan.look)
-        return f"no driver cache found; what is compiled now is kept in {places}"
+        others = f" ({', '.join(plan.off)} is off)" if plan.off else ""
+        return f"no driver cache found; what is compiled now is kept in {places}{others}"
     return f"the driver cache is off ({', '.join(plan.off)})" if plan.off else ""
 
 
