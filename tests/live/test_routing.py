@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 from front_door import Front, request_bytes
-from llama_process import until
+from llama_process import free_port, until
 
 SCRIPTED = Path(__file__).parent.parent / "scripted_laya.py"
 DEVICES = (
@@ -263,3 +266,86 @@ def test_a_device_that_is_named_leaves_nothing_to_choose_from(start: Start) -> N
     front = start(arguments=("--device", "vulkan"))
     assert front.wait() == 2
     assert "nothing to choose from" in front.log
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["http", "daemon"])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_scorer_that_dies_or_hangs_under_load_fails_no_request(
+    start: Start, kind: str, number: signal.Signals
+) -> None:
+    front = start(
+        kind=kind,
+        environment={"ONEBIT_LAYA_DEADLINE_S": "0.3"},
+        constants={"HANG_S": 1.0},
+    ).ready()
+    assert front.post(CHAT, chat("fix this code")).status_code == 200  # vulkan is started
+    replies: list[httpx.Response] = []
+    first = laya_of(front)["scorer"]["pid"]
+
+    def keep_asking(client: int) -> None:
+        for turn in range(40):
+            replies.append(front.post(CHAT, chat(f"code {client} {turn}")))
+            if (client, turn) == (0, 10):
+                os.kill(first, number)
+
+    with ThreadPoolExecutor(4) as pool:
+        for asked in [pool.submit(keep_asking, client) for client in range(4)]:
+            asked.result()
+    routes = {route_of(reply) for reply in replies}
+    assert len(replies) == 160
+    assert {reply.status_code for reply in replies} == {200}
+    assert routes == {"code 0.70 vulkan", "default - hrx"}
+    defaults = sum(route_of(reply) == "default - hrx" for reply in replies)
+    assert sum(laya_of(front)["failures"].values()) == defaults
+    until(lambda: laya_of(front)["scorer"]["state"] == "ready", "a scorer that is ready")
+    until(lambda: laya_of(front)["scorer"]["pid"] != first, "another scorer")
+    assert route_of(front.post(CHAT, chat("fix more code"))) == "code 0.70 vulkan"
+
+
+def test_a_reload_takes_another_policy_over_and_keeps_what_is_known(
+    start: Start, tmp_path: Path
+) -> None:
+    front = start().ready()
+    assert route_of(front.post(CHAT, chat("fix this code"))) == "code 0.70 vulkan"
+    pid = laya_of(front)["scorer"]["pid"]
+    changed = {"default": "hrx", "classes": {"code": {"device": "hrx"}}}
+    (tmp_path / "policy.json").write_text(json.dumps(changed))
+    assert front.post("/v1/reload").status_code == 200
+    assert route_of(front.post(CHAT, chat("fix this code"))) == "code 0.70 hrx"
+    laya = laya_of(front)
+    assert (laya["asked"], laya["scorer"]["pid"]) == (1, pid)
+
+
+def test_the_real_laya_serve_is_a_scorer(start: Start) -> None:
+    program = os.environ.get("LAYA_SERVE_UNDER_TEST") or shutil.which("laya-serve")
+    if not program:
+        pytest.skip("laya-serve is not installed: pip install laya-serve==0.2.1 in some venv, and "
+                    "name it by LAYA_SERVE_UNDER_TEST")  # fmt: skip
+    variables = {"ONEBIT_LAYA_COMMAND": program, "LAYA_SERVE_BACKEND": "fake"}
+    front = start(environment=variables).ready()
+    scorer = until(
+        lambda: (s := laya_of(front)["scorer"])["state"] == "ready" and s, "laya-serve to be ready"
+    )
+    listening = {
+        (one.laddr.ip, one.laddr.port)
+        for one in psutil.Process(scorer["pid"]).net_connections(kind="tcp")
+        if one.status == psutil.CONN_LISTEN
+    }
+    assert listening == {("127.0.0.1", scorer["port"])}
+    # its answers are uniform, so that none is sure enough
+    assert route_of(front.post(CHAT, chat("fix this code"))) == "default - hrx"
+    assert route_of(front.post(CHAT, chat("x" * 1024))) == "long_doc - cpu"
+    laya = laya_of(front)
+    assert (laya["asked"], laya["failures"]) == (1, {})
+
+
+def test_a_scorer_at_an_address_is_asked_and_left_alone(start: Start) -> None:
+    port = free_port()
+    with subprocess.Popen([sys.executable, str(SCRIPTED), "--port", str(port)]) as scorer:
+        variables = {"ONEBIT_LAYA_COMMAND": "", "ONEBIT_LAYA_URL": f"http://127.0.0.1:{port}"}
+        front = start(environment=variables).ready()
+        assert route_of(front.post(CHAT, chat("fix this code"))) == "code 0.70 vulkan"
+        front.stop()
+        assert scorer.poll() is None
+        scorer.kill()
