@@ -38,9 +38,10 @@ SCRIPTED = _bench.ROOT / "tests" / "scripted_laya.py"
 NAME = "routing"
 READY_S = 300.0
 OK = 200
+TOKENS = 4
 GRAMMAR = "root ::= [a-z]*"  # random weights write bytes that are no text otherwise
 TEXTS = {
-    "code": "mend this code, number {n}",
+    "code": "mend this code number {n}",
     "prose": "write an essay about number {n}",
     "short": "say how old number {n} is",
     "default": "good morning, number {n}",
@@ -118,6 +119,7 @@ def configuration(place: Path) -> tuple[Path, dict[str, str]]:
 llama_server = {json.dumps(program)}
 ctx_size = 2048
 parallel = 1
+args = ["--threads", "1"]
 [warmup]
 prompt_tokens = 64
 [[backends]]
@@ -142,7 +144,9 @@ def mixed(place: Path, count: int) -> tuple[list[Table], list[Claim], dict[str, 
 
         def one(number: int, kind: str) -> dict[str, Any]:
             connection = http.client.HTTPConnection("127.0.0.1", port, timeout=READY_S)
-            body = chat(TEXTS[kind].format(n=number), max_tokens=8, grammar=GRAMMAR)
+            body = chat(TEXTS[kind].format(n=number), max_tokens=TOKENS)
+            if kind in DEVICES:
+                body["grammar"] = GRAMMAR
             status, route, reply, took_ms = ask(connection, body)
             connection.close()
             device = DEVICES.get(kind, "cpu")
@@ -249,7 +253,7 @@ def costs(place: Path, rounds: int) -> tuple[list[Table], dict[str, Any]]:
             times.setdefault(name, []).append(took_ms)
 
         for number in range(-20, rounds):
-            first = f"mend this code, number {number}"
+            first = f"mend this code number {number}"
             short, long = later_turn(first), later_turn(first, CONVERSATION)
             timed("unrouted", doors["plain"], chat(first, max_tokens=1))
             timed("first turn", doors["routed"], chat(first, max_tokens=1))

@@ -188,11 +188,11 @@ def test_an_explanation_starts_and_counts_nothing(start: Start) -> None:
     ("how", "kind", "word"),
     [
         ("--garbage", "http", "nonsense"),
-        ("--die", "http", "down"),
-        ("--hang", "http", "slow"),
-        ("--die", "daemon", "down"),
         ("--hang", "daemon", "slow"),
-        ("--garbage", "daemon", "slow"),
+        pytest.param("--die", "http", "down", marks=pytest.mark.slow),
+        pytest.param("--hang", "http", "slow", marks=pytest.mark.slow),
+        pytest.param("--die", "daemon", "down", marks=pytest.mark.slow),
+        pytest.param("--garbage", "daemon", "slow", marks=pytest.mark.slow),
     ],
 )
 def test_a_scorer_that_breaks_means_the_default_and_fails_nothing(
