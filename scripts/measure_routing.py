@@ -1,6 +1,6 @@
 """Measure routing on this machine: mixed requests on two real backends, what a decision costs.
 
-    python scripts/measure_routing.py [--requests 200] [--rounds 1000]
+    python scripts/measure_routing.py [--requests 200] [--rounds 1000] [--only PART]
 
 1. Two real llama-servers: SmolLM2 on the CPU is the default, a tiny model on software Vulkan is
    lazy and warmed with a prompt about as long as its requests. A scripted scorer, which speaks
@@ -296,20 +296,24 @@ def main() -> None:
     parser = _bench.options(__doc__)
     parser.add_argument("--requests", type=int, default=200, help="mixed requests (200)")
     parser.add_argument("--rounds", type=int, default=1000, help="rounds of the timing (1000)")
+    parser.add_argument("--only", choices=("devices", "cost"), help="one of the two parts")
     asked = parser.parse_args()
     with _bench.alone(NAME) as place:
         load = os.getloadavg()[0]
-        print("measure_routing: real backends ...", file=sys.stderr)
-        tables, claims, result = mixed(place, asked.requests)
-        print("measure_routing: what a decision costs ...", file=sys.stderr)
-        more, numbers = costs(place, asked.rounds)
-        claimed = {"claims": _bench.outcomes(claims)}
-        _bench.write(
-            NAME,
-            [*tables, _bench.claim_table(claims), *more],
-            _bench.about(load),
-            {**result, **numbers, **claimed},
-        )
+        tables: list[Table] = []
+        claims: list[Claim] = []
+        result: dict[str, Any] = {}
+        if asked.only != "cost":
+            print("measure_routing: real backends ...", file=sys.stderr)
+            shown, claims, result = mixed(place, asked.requests)
+            tables += [*shown, _bench.claim_table(claims)]
+        if asked.only != "devices":
+            print("measure_routing: what a decision costs ...", file=sys.stderr)
+            shown, numbers = costs(place, asked.rounds)
+            tables += shown
+            result |= numbers
+        result["claims"] = _bench.outcomes(claims)
+        _bench.write(NAME, tables, _bench.about(load), result)
     if asked.check and any(claim.outcome != "pass" for claim in claims):
         sys.exit(1)
 
