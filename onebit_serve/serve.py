@@ -32,11 +32,13 @@ from onebit_serve.live.logfile import LogFile
 from onebit_serve.live.notify import Notifier
 from onebit_serve.live.orders import Orders
 from onebit_serve.live.reaper import reap_strangers
+from onebit_serve.live.routing import Routing
 from onebit_serve.live.spawn import Spawned
 
 __all__ = ["run"]
 
 _GC_THRESHOLD = 20_000  # a relay makes little that refers to itself; the default is 700
+_SCORER_S = 10.0  # that the word ready waits for a scorer at most; nothing needs one
 _EXIT_FAILED = 1
 _EXIT_KILLED = 130
 
@@ -102,15 +104,16 @@ class _Serve:
             async with trio.open_nursery() as nursery:
                 house = House(self._plan, self._log, nursery)
                 house.start(early)
+                routing = Routing(house, self._log, nursery)
                 if os.getpid() == 1:
-                    nursery.start_soon(reap_strangers, house.pids)
-                orders = Orders(house, self._replan, self._log)
+                    nursery.start_soon(reap_strangers, lambda: house.pids() | routing.pids())
+                orders = Orders(house, self._replan, self._log, routing.follow)
                 server = self._plan.server
                 door = Door(
                     self._listener,
                     server.max_body_bytes,
                     lambda inside: Desk(
-                        house, orders, self._access, server, self._log, __version__, inside
+                        house, routing, orders, self._access, server, self._log, __version__, inside
                     ),
                     self._log,
                 )
@@ -118,7 +121,7 @@ class _Serve:
                 nursery.start_soon(self._tell_leftovers)
                 async with trio.open_nursery() as front:
                     front.start_soon(door.run)
-                    front.start_soon(self._say_when_ready, house, front.cancel_scope)
+                    front.start_soon(self._say_when_ready, house, routing, front.cancel_scope)
                     await self._until_told(signals, orders, nursery)
                     async with trio.open_nursery() as stopping:
                         stopping.start_soon(self._kill_when_told_again, signals, house)
@@ -130,10 +133,13 @@ class _Serve:
                 nursery.cancel_scope.cancel()
         return self._exit_code
 
-    async def _say_when_ready(self, house: House, front: trio.CancelScope) -> None:
+    async def _say_when_ready(
+        self, house: House, routing: Routing, front: trio.CancelScope
+    ) -> None:
         """Say once that all needed backends are ready; end the run where one may not fail."""
         failed = await house.wait_started()
         if failed is None:
+            await routing.wait_settled(_SCORER_S)
             self._log.say(f"ready on {self._url()}", url=self._url())
             self._notifier.ready(f"ready on {self._url()}")
             if all(backend.limits.restart for backend in self._plan.backends):

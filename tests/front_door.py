@@ -23,9 +23,11 @@ _PROXIES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
 # Starts the command with constants of the live layer set to other values.
 _WITH_CONSTANTS = """
 import contextlib, importlib, json, sys
-for name in ("door", "connection", "supervise", "episode", "relay", "prefetch", "history"):
+names = ("door", "connection", "supervise", "episode", "relay", "prefetch", "history")
+names += ("lease", "idle", "scorer_child")
+for name in ("serve", *(f"live.{name}" for name in names)):
     with contextlib.suppress(ImportError):
-        module = importlib.import_module(f"onebit_serve.live.{name}")
+        module = importlib.import_module(f"onebit_serve.{name}")
         for constant, value in json.loads(sys.argv[1]).items():
             if hasattr(module, constant):
                 setattr(module, constant, value)

@@ -22,9 +22,10 @@ LAYOUT = re.findall(
     """
     core.errors core.facts core.gguf core.binary core.caches core.http
     core.later core.config core.presets core.options core.placement
-    core.slots core.warm_prompts core.prompt_plan core.plan core.shapes core.warmup
+    core.slots core.warm_prompts core.prompt_plan
+    core.policy core.laya core.scorers core.routing core.limits core.plan core.shapes core.warmup
     core.choose core.ladder core.climb core.discover
-    core.policy core.laya core.scorers core.pressure core.prompts
+    core.pressure core.prompts
     core.life core.wire core.route core.view core.admit
     core.access core.request_id core.metrics core.memory
     core.score core.results core.cells core.report core.gate
@@ -35,7 +36,8 @@ LAYOUT = re.findall(
     live.cache live.machine live.device_lock live.history live.prefetch
     live.child live.pump live.upstream live.scorer live.saves live.prefix live.prompts live.probe
     live.shaper
-    live.pulse live.episode live.supervise live.house live.orders live.heartbeat live.relay
+    live.pulse live.episode live.lease live.supervise live.idle live.house live.scorer_child
+    live.routing live.orders live.heartbeat live.relay
     live.hangup live.reaper live.connection live.desk live.door
     serve bench gate
     cli

@@ -48,10 +48,11 @@ class Flag(click.Option):
         self.sets = sets
 
 
-_MODEL, _DOOR, _SPEED, _PROGRAMS, _RUN = (
+_MODEL, _DOOR, _SPEED, _ROUTING, _PROGRAMS, _RUN = (
     "Model and device",
     "Front door",
     "Speculation, prefill and prompts",
+    "Routing",
     "Programs",
     "This run",
 )
@@ -192,6 +193,27 @@ FLAGS: tuple[Flag, ...] = (
         group=_SPEED,
         metavar="N",
         help="Most prompts prefilled at once; 0 (default) is one for each slot.",
+    ),
+    Flag(
+        "--laya",
+        key="laya.enabled",
+        group=_ROUTING,
+        help="Let Laya class each conversation and the route policy pick its device; needs "
+        "--device auto or [[backends]].",
+    ),
+    Flag(
+        "--laya-model",
+        key="laya.model",
+        group=_ROUTING,
+        metavar="FILE",
+        help="Laya's model file; implies --laya.",
+    ),
+    Flag(
+        "--route-policy",
+        key="laya.policy",
+        group=_ROUTING,
+        metavar="FILE",
+        help="Which class goes to which device, a JSON file; implies --laya.",
     ),
     Flag(
         "--llama-server",

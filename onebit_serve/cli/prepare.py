@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -16,6 +16,7 @@ from onebit_serve.core.errors import BackendError, ConfigError, UsageError
 from onebit_serve.core.facts import BinaryFacts
 from onebit_serve.core.plan import Found
 from onebit_serve.core.prompt_plan import PromptFile
+from onebit_serve.core.routing import wanted
 from onebit_serve.live import doorkeeper, machine
 
 __all__ = ["Prepared", "prepare", "read_config"]
@@ -84,12 +85,29 @@ def prepare(
         found = (msgspec.structs.replace(one, backend=backend),)
     prompts = _prompts(config, environment, make_folder=starts and not request.dry_run)
     access, warning = doorkeeper.rules(config.server, environment)
-    decided = plan.make(
-        config, found, environment=environment, embedded=request.embedded, prompts=prompts
-    )
-    warnings = ((warning,) if warning else ()) + _memory_warnings(decided, found)
+
+    def decide(ones: tuple[Found, ...]) -> plan.Plan:
+        made = plan.make(
+            config, ones, environment=environment, embedded=request.embedded, prompts=prompts
+        )
+        return msgspec.structs.replace(made, warnings=_memory_warnings(made, ones))
+
+    decided = _routed(config, found, decide) if wanted(config.laya) else decide(found)
+    warnings = ((warning,) if warning else ()) + decided.warnings
     decided = msgspec.structs.replace(decided, warnings=warnings)
     return Prepared(request=request, config=config, found=found, plan=decided, access=access)
+
+
+def _routed(
+    config: Config, found: tuple[Found, ...], decide: Callable[[tuple[Found, ...]], plan.Plan]
+) -> plan.Plan:
+    """Plan with routes: over the backends that are described, or over the devices there are."""
+    from onebit_serve.cli import routing  # for those who route
+
+    if config.backends:
+        return routing.route(config, decide(found), found, {})
+    found, unusable = routing.spread(found[0], lambda one: decide((one,)))
+    return routing.keep_used(routing.route(config, decide(found), found, unusable))
 
 
 def _memory_warnings(decided: plan.Plan, found: tuple[Found, ...]) -> tuple[str, ...]:

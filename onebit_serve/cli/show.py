@@ -75,9 +75,14 @@ def _plan_lines(plan: Plan, environment: Mapping[str, str]) -> Iterator[list[str
         yield [
             f"  backend      {backend.name}: {_title(backend)}, {backend.role}",
             f"  warm-up      {_warm_up(backend)}",
+            *(["  start        when a request first needs it"] if backend.lazy else []),
             *([f"  prompts      {_prompts(backend)}"] if backend.prompts.entries else []),
             *(["  replies      assembled from streams"] if backend.assemble else []),
         ]
+    if plan.routing is not None:
+        from onebit_serve.cli.routing import describe
+
+        yield [f"  routing      {line}" for line in describe(plan.routing)]
     yield [f"  stop         at most {plan.server.stop_s:g} s"]
 
 

@@ -106,7 +106,7 @@ class Backend(msgspec.Struct, frozen=True):
         args: Further arguments of the program.
         env: Variables added to its environment.
         lazy: Start at the first request.
-        idle_s: Seconds without a request after which it is stopped; 0 is never.
+        idle_s: Seconds without a request after which a lazy one is stopped; 0 is never.
         pin: Never stop it to make room for another.
         max_in_flight: Most requests it gets at once; 0 is no limit.
         queue: Most requests that wait for it.
@@ -189,6 +189,7 @@ class Laya(msgspec.Struct, frozen=True):
     """The model that sorts requests into classes: `[laya]`.
 
     Args:
+        enabled: Route requests; also on where `scorer`, `model`, `url`, `command` or `policy` is.
         scorer: How it is asked.
         model: Its file.
         url: Its address, where it runs already.
@@ -197,6 +198,7 @@ class Laya(msgspec.Struct, frozen=True):
         deadline_s: Seconds it has for one answer.
     """
 
+    enabled: Switch = False
     scorer: Literal["daemon", "http", "llama-server"] | None = None
     model: Text | None = None
     url: Text | None = None

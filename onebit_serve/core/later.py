@@ -23,11 +23,6 @@ class Later(msgspec.Struct, frozen=True):
 
 # Delete a row when its feature is there; flags, keys and variables work from then on.
 NOT_YET: tuple[Later, ...] = (
-    Later(("backend.idle_s", "backend.pin")),
-    Later(
-        ("laya.scorer", "laya.model", "laya.url", "laya.command", "laya.policy", "laya.deadline_s"),
-        {"--laya": 0, "--laya-model": 1, "--route-policy": 1},
-    ),
     Later(flags={"--lean": 0}),
     Later(flags={"--adaptive": 0, "--adaptive-at": 1}),
     Later(flags={"--embed": 1}, instead="serve the model alone: 1bit serve -m M.gguf --embedding"),

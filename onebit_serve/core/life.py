@@ -135,7 +135,13 @@ class Life(msgspec.Struct, frozen=True):
 
 
 class Wanted(msgspec.Struct, frozen=True):
-    """Somebody needs the backend: the first start, a request, a person."""
+    """Somebody needs the backend: the first start, a request, a person.
+
+    Args:
+        by: Who picked it, for the log; it decides nothing.
+    """
+
+    by: str = ""
 
 
 class Healthy(msgspec.Struct, frozen=True):
@@ -163,7 +169,14 @@ class Broken(msgspec.Struct, frozen=True):
 
 
 class Halted(msgspec.Struct, frozen=True):
-    """Somebody asked for the backend to be stopped."""
+    """Somebody asked for the backend to be stopped.
+
+    Args:
+        if_idle: Only if it has nothing to do; it is the owner of the life who looks, and drops the
+            event otherwise.
+    """
+
+    if_idle: bool = False
 
 
 class Exited(msgspec.Struct, frozen=True):

@@ -15,6 +15,7 @@ from typing import Literal
 import msgspec
 
 from onebit_serve.core import warm_prompts
+from onebit_serve.core.laya import Tally
 from onebit_serve.core.life import State
 from onebit_serve.core.view import BackendView
 
@@ -54,6 +55,13 @@ FAMILIES: dict[str, tuple[str, str]] = {
     "onebit_warm_prompts_tokens": ("gauge", "Tokens in them."),
     "onebit_warm_prompts_hits_total": ("counter", "Client requests that reused one."),
     "onebit_warm_prompts_tokens_saved_total": ("counter", "Tokens that clients did not wait for."),
+    "onebit_laya_questions_total": ("counter", "Requests that Laya was asked about."),
+    "onebit_laya_failures_total": ("counter", "Questions without a usable answer, by reason."),
+    "onebit_route_decisions_total": ("counter", "Requests routed, by class and device."),
+    "onebit_route_decision_seconds_total": ("counter", "Time that deciding took."),
+    "onebit_route_replies_total": ("counter", "Whole replies to routed requests."),
+    "onebit_route_first_byte_seconds_total": ("counter", "Time from request to first byte."),
+    "onebit_route_reply_seconds_total": ("counter", "Time from request to last byte."),
 }
 
 _NAME = r"[a-zA-Z_:][a-zA-Z0-9_:]*"
@@ -115,6 +123,7 @@ def render(
     version: str,
     uptime_s: float,
     own: Mapping[str, str] | None = None,
+    tally: Tally | None = None,
 ) -> bytes:
     """Return the page.
 
@@ -126,6 +135,7 @@ def render(
         uptime_s: Seconds since the front door opened.
         own: What backends answered on their own `/metrics`, by name; those that did not answer in
             time are missing.
+        tally: What was counted of routed requests, where requests are routed.
     """
     page = _Families()
     needed = [view for view in views if view.needed]
@@ -140,6 +150,8 @@ def render(
     page.add("onebit_log_lines_dropped_total", door.log_lines_dropped)
     for view in views:
         _add_backend(page, view, counters.get(view.name) or Counters())
+    for family, labels, value in tally.samples() if tally else ():
+        page.add(f"onebit_{family}", value, **labels)
     for name, text in (own or {}).items():
         page.add_own(name, text)
     return page.text()

@@ -14,9 +14,11 @@ from onebit_serve.core.caches import CachePlan, cache_root, plan_caches
 from onebit_serve.core.config import Backend, Config, Log, Server
 from onebit_serve.core.errors import UsageError, nearest
 from onebit_serve.core.facts import BinaryFacts, ModelFacts
+from onebit_serve.core.limits import Limits, limits_of
 from onebit_serve.core.placement import LOG_LEVEL
 from onebit_serve.core.presets import Preset
 from onebit_serve.core.prompt_plan import PromptFile, PromptPlan, equip, plan_prompts
+from onebit_serve.core.routing import RoutingPlan
 
 __all__ = [
     "LIBHSA_VARIABLE",
@@ -61,28 +63,6 @@ class WarmUp(msgspec.Struct, frozen=True):
     idle_max_s: float = 0.5
 
 
-class Limits(msgspec.Struct, frozen=True):
-    """How long and how much a backend may take; infinite or 0 where there is no limit, as said.
-
-    Args:
-        hang_s: Seconds without any progress after which it counts as hung; infinite is never.
-        load_stall_s: Seconds without progress in loading; infinite is never.
-        load_limit_s: Seconds from spawn to healthy; infinite is never.
-        max_in_flight: Requests sent to it at once; 0 is any number.
-        queue: Requests that wait for it at most; 0 is any number.
-        restart: Whether it is started again when it fails.
-        allow_cpu_fallback: Whether it may serve from the CPU although a device was asked for.
-    """
-
-    hang_s: float = 120.0
-    load_stall_s: float = 120.0
-    load_limit_s: float = math.inf
-    max_in_flight: int = 0
-    queue: int = 64
-    restart: bool = True
-    allow_cpu_fallback: bool = False
-
-
 class BackendPlan(msgspec.Struct, frozen=True):
     """One backend as it will be started.
 
@@ -107,6 +87,7 @@ class BackendPlan(msgspec.Struct, frozen=True):
         limits: How long and how much it may take.
         prompts: What is put into its prompt cache before ready.
         caches: Where its driver and runtime keep what they compile.
+        size_bytes: Its model's size, which is about what loading it takes; 0 where unknown.
     """
 
     name: str
@@ -126,6 +107,7 @@ class BackendPlan(msgspec.Struct, frozen=True):
     limits: Limits = Limits()
     prompts: PromptPlan = PromptPlan()
     caches: CachePlan = CachePlan()
+    size_bytes: int = 0
 
     def command(self, port: int) -> list[str]:
         """Return the whole command line for one port."""
@@ -140,12 +122,14 @@ class Plan(msgspec.Struct, frozen=True):
         log: How and where to log.
         backends: In order of start; they are stopped in reverse.
         warnings: What to say before the start.
+        routing: How requests are routed, `None` where their `model` alone decides.
     """
 
     server: Server
     log: Log
     backends: tuple[BackendPlan, ...]
     warnings: tuple[str, ...] = ()
+    routing: RoutingPlan | None = None
 
 
 # Where HRX looks for the HSA runtime (IREE's documentation of the amdgpu driver).
@@ -257,9 +241,10 @@ def _backend(
         upstream_model={"llama-server": None, "zinc": "", "mlx": backend.model}[preset.kind],
         assemble=preset.kind == "llama-server" and presets.misses_departures(binary.version),
         lazy=backend.lazy,
-        limits=_limits(backend),
+        limits=limits_of(backend),
         prompts=plan_prompts(prompts, config.warm_prompts, arguments, binary, model, seen),
         caches=caches,
+        size_bytes=model.size_bytes if model else 0,
     )
 
 
@@ -448,18 +433,6 @@ def _set_env(
         if backend.prefill_min_tokens:
             made["ONEBIT_PREFILL_MIN_TOKENS"] = str(backend.prefill_min_tokens)
     return {**made, **backend.env}
-
-
-def _limits(backend: Backend) -> Limits:
-    return Limits(
-        hang_s=backend.hang_s or math.inf,
-        load_stall_s=backend.load_stall_s or math.inf,
-        load_limit_s=backend.load_limit_s or math.inf,
-        max_in_flight=backend.max_in_flight,
-        queue=backend.queue,
-        restart=backend.restart,
-        allow_cpu_fallback=backend.allow_cpu_fallback,
-    )
 
 
 def _warm_up(config: Config, preset: Preset, *, embedded: bool) -> WarmUp:

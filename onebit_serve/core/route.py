@@ -15,11 +15,11 @@ import msgspec
 from onebit_serve.core.plan import BackendPlan, Role
 from onebit_serve.core.wire import Refusal
 
-__all__ = ["MODEL_PREFIX", "Order", "Page", "Relayed", "Verb", "choose", "pick"]
+__all__ = ["MODEL_PREFIX", "Order", "Page", "Relayed", "Verb", "choose", "named", "pick"]
 
 Page = Literal["health", "livez", "metrics", "model", "models", "status"]
 Relayed = Literal["relayed"]
-Verb = Literal["start", "stop", "restart", "warm", "logs", "reload", "clear"]
+Verb = Literal["start", "stop", "restart", "warm", "logs", "reload", "clear", "route"]
 
 
 class Order(msgspec.Struct, frozen=True):
@@ -27,7 +27,7 @@ class Order(msgspec.Struct, frozen=True):
 
     Args:
         verb: What to do.
-        backend: To which backend; empty for `reload` and `clear`.
+        backend: To which backend; empty for `reload`, `clear` and `route`.
         full: Clear what only a restart clears, too.
     """
 
@@ -116,6 +116,10 @@ def choose(method: str, path: str) -> Page | Relayed | Order | Refusal:
         return Refusal(405, f"{path} is read with GET", "method_not_allowed")
     if path.startswith(("/v1/backends/", "/v1/reload")):
         return _order(method, path)
+    if path == "/v1/route":
+        if method == "POST":
+            return Order("route")
+        return Refusal(405, f"{path} is asked with POST", "method_not_allowed")
     if path == "/v1/cache/prefix":
         if method == "DELETE":
             return Order("clear")
@@ -179,3 +183,32 @@ def pick(backends: Sequence[BackendPlan], path: str, model: str) -> str | Refusa
     if not model:
         return Refusal(400, f"name a model: there are {ids}", "model_missing")
     return Refusal(404, f"there is no model {model} here; there are {ids}", "model_not_found")
+
+
+_ANY_MODEL = ("", "auto")  # what a client sends as `model` to have one picked
+
+
+def named(backends: Sequence[BackendPlan], model: str) -> str | Refusal | None:
+    """Say which backend a request names itself, where requests are routed.
+
+    A backend's name means that backend, and so does a served id that only one of several has.
+
+    Args:
+        backends: All of them.
+        model: The request's `model`; empty without one.
+
+    Returns:
+        The backend's name, `None` where it names none, or the refusal of an unknown model.
+    """
+    chats = {backend.served_id for backend in backends if backend.role == "chat"}
+    owners = [backend for backend in backends if model == backend.served_id]
+    by_name = [backend.name for backend in backends if model == backend.name]
+    if by_name and not len(owners) > 1:
+        return by_name[0]
+    if len(owners) == 1 and not (owners[0].role == "chat" and len(chats) == 1):
+        return owners[0].name
+    if owners or model in _ANY_MODEL or len(chats) == 1:
+        return None
+    ids = ", ".join(dict.fromkeys(backend.served_id for backend in backends))
+    message = f"there is no model {model} here; there are {ids}, and auto picks one"
+    return Refusal(404, message, "model_not_found")

@@ -163,8 +163,10 @@ def unavailable(view: BackendView) -> Refusal:
 
 
 def models(views: tuple[BackendView, ...]) -> Page:
-    """List the served ids, in every state."""
-    return Page(200, {"object": "list", "data": [_model(view) for view in views]})
+    """List the served ids, in every state; one that several devices have, by the first of them."""
+    first = {view.served_id: view for view in reversed(views)}
+    listed = [_model(view) for view in views if first[view.served_id] is view]
+    return Page(200, {"object": "list", "data": listed})
 
 
 def model(views: tuple[BackendView, ...], served_id: str) -> Page:
@@ -191,6 +193,7 @@ def status(
     views: tuple[BackendView, ...],
     version: str,
     shapes: Mapping[str, ClimbView | None] | None = None,
+    laya: dict[str, Any] | None = None,
 ) -> Page:
     """Show every backend's state and figures.
 
@@ -198,6 +201,7 @@ def status(
         views: The backends.
         version: Ours.
         shapes: By the backend's name, how far the warming of its shapes is.
+        laya: How requests are routed, where they are.
     """
     backends = []
     for view in views:
@@ -213,9 +217,8 @@ def status(
         if climb is not None:
             fields["shapes"] = _shapes(climb)
         backends.append({k: v for k, v in fields.items() if v != ""})
-    return Page(
-        200, {"version": version, "status": health(views).body["status"], "backends": backends}
-    )
+    body = {"version": version, "status": health(views).body["status"], "backends": backends}
+    return Page(200, body if laya is None else {**body, "laya": laya})
 
 
 def _shapes(climb: ClimbView) -> dict[str, Any]:

@@ -21,6 +21,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
+from typing import IO
 
 import msgspec
 import trio
@@ -126,13 +127,16 @@ class Child:
         """Drain the child's output until it is gone; it must be run as long as the child lives.
 
         Args:
-            on_output: Called with each piece of output, after the tail has it.
+            on_output: Called with each piece of output, after the tail has it; where stderr has a
+                pipe of its own, with stdout's only.
 
         Returns:
             How it ended. Its group is dead and it is reaped by then.
         """
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._drain, on_output)
+            nursery.start_soon(self._drain, self._process.stdout, on_output, self._drained)
+            if self._process.stderr:
+                nursery.start_soon(self._drain, self._process.stderr, None, trio.Event())
             await self._wait_gone()
             with trio.move_on_after(0.1):  # a grandchild may hold the pipe open for ever
                 await self._drained.wait()
@@ -143,11 +147,15 @@ class Child:
         self._exited.set()
         return exit_
 
-    async def _drain(self, on_output: Callable[[bytes], None] | None) -> None:
-        stdout = self._process.stdout
-        if stdout is None:
+    async def _drain(
+        self,
+        pipe: IO[bytes] | None,
+        on_output: Callable[[bytes], None] | None,
+        drained: trio.Event,
+    ) -> None:
+        if pipe is None:
             return
-        fd = stdout.fileno()
+        fd = pipe.fileno()
         os.set_blocking(fd, False)
         while True:
             await trio.lowlevel.wait_readable(fd)
@@ -156,11 +164,28 @@ class Child:
             except BlockingIOError:
                 continue
             if not data:
-                self._drained.set()
+                drained.set()
                 return
             self.tail.feed(data)
             if on_output:
                 on_output(data)
+
+    async def write(self, data: bytes) -> None:
+        """Write all of some bytes to its stdin, which must be a pipe.
+
+        Raises:
+            OSError: It reads no more.
+            trio.ClosedResourceError: It has ended.
+        """
+        pipe = self._process.stdin
+        if pipe is None or pipe.closed:
+            raise trio.ClosedResourceError
+        fd = pipe.fileno()
+        os.set_blocking(fd, False)
+        while data:
+            await trio.lowlevel.wait_writable(fd)
+            with contextlib.suppress(BlockingIOError):
+                data = data[os.write(fd, data) :]
 
     async def _wait_gone(self) -> None:
         """Wait until the child is a zombie, and kill what is left of its group."""
@@ -188,8 +213,11 @@ class Child:
         return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
 
     def _close(self) -> None:
-        if self._process.stdout:
-            self._process.stdout.close()
+        if self._process.stdin:
+            trio.lowlevel.notify_closing(self._process.stdin)
+        for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
+            if pipe:
+                pipe.close()
         if self._guard.stdin:
             with contextlib.suppress(OSError):
                 self._guard.stdin.write(b"done\n")

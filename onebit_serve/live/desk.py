@@ -25,11 +25,13 @@ from onebit_serve.core.wire import Refusal
 from onebit_serve.live.connection import Connection
 from onebit_serve.live.heartbeat import Heartbeat
 from onebit_serve.live.house import House
+from onebit_serve.live.lease import Lease, RefusedError
 from onebit_serve.live.log import Log
 from onebit_serve.live.orders import Orders
 from onebit_serve.live.pump import Pump
 from onebit_serve.live.relay import CutError, Errand, relay
-from onebit_serve.live.supervise import Backend, Lease, RefusedError
+from onebit_serve.live.routing import Routed, Routing
+from onebit_serve.live.supervise import Backend
 from onebit_serve.live.upstream import DeafError, GoneError
 
 __all__ = ["Desk"]
@@ -46,6 +48,7 @@ class Desk:
 
     Args:
         house: Whom to relay to.
+        routing: Who picks among them, where requests are routed.
         orders: Carries out what a person asks for.
         rules: Who may talk.
         settings: The `[server]` table.
@@ -60,6 +63,7 @@ class Desk:
     def __init__(
         self,
         house: House,
+        routing: Routing,
         orders: Orders,
         rules: Access,
         settings: Server,
@@ -69,6 +73,7 @@ class Desk:
     ) -> None:
         self.counters = DoorCounters(refusals={})
         self._house = house
+        self._routing = routing
         self._orders = orders
         self._rules = rules
         self._park_s = settings.park_s or math.inf
@@ -99,7 +104,7 @@ class Desk:
             more = b"" if given else b"x-request-id: %s\r\n" % request_id.encode()
             return await self._answer_relayed(connection, head, body, lines, more)
         if isinstance(choice, route.Order):
-            return await self._obey(connection, head, choice, lines)
+            return await self._obey(connection, head, choice, body, lines)
         if isinstance(choice, Refusal):
             return await connection.answer_refusal(head, choice, lines)
         if choice == "metrics":
@@ -126,7 +131,7 @@ class Desk:
                 return view.models(views)
             case "status":
                 shapes = {backend.plan.name: backend.shaper.view() for backend in self._house}
-                return view.status(views, self._version, shapes)
+                return view.status(views, self._version, shapes, self._routing.view())
             case _:
                 return view.health(views)
 
@@ -151,17 +156,26 @@ class Desk:
             version=self._version,
             uptime_s=time.monotonic() - self._since_s,
             own=own,
+            tally=self._routing.tally,
         )
 
     async def _obey(
-        self, connection: Connection, head: RequestHead, order: route.Order, lines: bytes
+        self,
+        connection: Connection,
+        head: RequestHead,
+        order: route.Order,
+        body: bytes,
+        lines: bytes,
     ) -> bool:
         """Do what a person asked for, and say how that went."""
         if order.verb == "logs":
             return await self._send_logs(connection, head, order.backend, lines)
         if order.verb == "clear" and _query(head).get(b"full") == b"1":
             order = msgspec.structs.replace(order, full=True)
-        done = await self._orders.obey(order)
+        if order.verb == "route":
+            done = await self._routing.explain(body)
+        else:
+            done = await self._orders.obey(order)
         if isinstance(done, Refusal):
             return await connection.answer_refusal(head, done, lines)
         return await connection.answer(
@@ -197,11 +211,16 @@ class Desk:
     async def _answer_relayed(
         self, connection: Connection, head: RequestHead, body: bytes, lines: bytes, more: bytes
     ) -> bool:
-        only = self._house.only()
+        only = None if self._routing.on else self._house.only()
         peek = wire.Peek()
         if body and (only is None or self._ping_s or only.plan.assemble):
             peek = wire.peek(body)
-        backend = only or self._house.pick(head.path, peek.model)
+        backend: Backend | Refusal | None = only
+        routed: Routed | None = None
+        if backend is None:
+            backend, routed = await self._routing.pick(head.path, peek.model, body)
+        if routed is not None:
+            lines += routed.line
         if isinstance(backend, Refusal):
             self.counters.refuse(backend.code)
             return await connection.answer_refusal(head, backend, lines)
@@ -212,7 +231,7 @@ class Desk:
             self._nursery.start_soon(heartbeat.run)
         outcome: Outcome = "client_gone"
         try:
-            outcome, go_on = await self._ask(connection, backend, errand, heartbeat)
+            outcome, go_on = await self._ask(connection, backend, errand, heartbeat, routed)
         except CutError:
             outcome = "cut"
             raise
@@ -229,12 +248,16 @@ class Desk:
         backend: Backend,
         errand: Errand,
         heartbeat: Heartbeat | None,
+        routed: Routed | None,
     ) -> tuple[Outcome, bool]:
         """Send a request to its backend, and once more where that died before it answered."""
         name, reason = backend.plan.name, ""
+        by = "laya" if routed and backend.plan.lazy else ""
         for attempt in range(1, _SENT_AT_MOST + 1):
             try:
-                lease = backend.grant() or await backend.admit(self._park_s, again=attempt > 1)
+                lease = backend.grant() or await backend.admit(
+                    self._park_s, again=attempt > 1, by=by
+                )
             except RefusedError as error:
                 refusal = error.refusal
                 if reason:
@@ -243,11 +266,15 @@ class Desk:
                 go_on = await _send_refusal(connection, errand, refusal, heartbeat)
                 return ("failed" if reason else "refused"), go_on
             try:
-                return "answered", await self._relay(connection, backend, lease, errand, heartbeat)
+                go_on = await self._relay(connection, backend, lease, errand, heartbeat)
             except GoneError as error:
                 reason = error.reason
                 if attempt == _SENT_AT_MOST or not await _is_over(lease, error):
                     break
+            else:
+                if routed is not None:
+                    routed.replied(lease)
+                return "answered", go_on
             backend.counters.replayed += 1
             self._log.say(f"a request to {name} is sent again: {reason}", backend=name)
         cause = backend.view().cause

@@ -13,6 +13,7 @@ from onebit_serve.core.life import State
 from onebit_serve.core.plan import BackendPlan, Plan
 from onebit_serve.core.view import BackendView
 from onebit_serve.core.wire import Refusal
+from onebit_serve.live.idle import Room, unload_when_idle
 from onebit_serve.live.log import Log
 from onebit_serve.live.logfile import LogFile
 from onebit_serve.live.spawn import Spawned
@@ -30,6 +31,10 @@ class House:
         plan: What runs.
         log: Where to say what happened.
         nursery: Where each backend's task lives.
+
+    Attributes:
+        plan: What runs.
+        room: Starts lazy backends.
     """
 
     def __init__(self, plan: Plan, log: Log, nursery: trio.Nursery) -> None:
@@ -38,6 +43,7 @@ class House:
         self._nursery = nursery
         self._backends: dict[str, Backend] = {}
         self._reloading = trio.Lock()
+        self.room = Room(self.__iter__, log, nursery)
         for backend_plan in plan.backends:
             self._backends[backend_plan.name] = self._make(backend_plan, plan)
 
@@ -52,8 +58,16 @@ class House:
                 on_trouble=self._log.warning,
             )
         backend = Backend(backend_plan, self._log, stop_s=plan.server.stop_s, file=file)
-        self._nursery.start_soon(backend.run)
+        backend.starter = self.room.start
+        self._nursery.start_soon(self._run, backend)
         return backend
+
+    async def _run(self, backend: Backend) -> None:
+        async with trio.open_nursery() as nursery:
+            if backend.plan.lazy and backend.plan.limits.idle_s:
+                nursery.start_soon(unload_when_idle, backend, self._log)
+            await backend.run()
+            nursery.cancel_scope.cancel()
 
     def __iter__(self) -> Iterator[Backend]:
         """Go through the backends in order of start."""

@@ -29,10 +29,18 @@ class Orders:
         replan: Reads the configuration again and plans anew; it may block, and raises
             `OnebitError` for what cannot be used.
         log: Where to say what happened.
+        changed: Called when the house has another plan.
     """
 
-    def __init__(self, house: House, replan: Callable[[], Plan], log: Log) -> None:
+    def __init__(
+        self,
+        house: House,
+        replan: Callable[[], Plan],
+        log: Log,
+        changed: Callable[[], None] = lambda: None,
+    ) -> None:
         self._house = house
+        self._changed = changed
         self._replan = replan
         self._log = log
 
@@ -107,6 +115,7 @@ class Orders:
             return Refusal(400, message, "reload_failed")
         now = self._house.plan.server
         done = await self._house.reload(plan)
+        self._changed()
         said = "; ".join(f"{what} {', '.join(names)}" for what, names in done.items() if names)
         if (now.host, now.port) != (plan.server.host, plan.server.port):
             said += "; host and port change at the next start only"

@@ -34,8 +34,8 @@ from onebit_serve.core.http import (
     without,
 )
 from onebit_serve.live.heartbeat import Heartbeat
+from onebit_serve.live.lease import Lease
 from onebit_serve.live.pump import Ended, Pump
-from onebit_serve.live.supervise import Lease
 from onebit_serve.live.upstream import GoneError, receive, send_all
 
 __all__ = ["ClientGoneError", "CutError", "Errand", "relay"]

@@ -24,7 +24,15 @@ from onebit_serve.core.laya import Choice, Decision, DecisionCache, Tally
 from onebit_serve.core.policy import Routes
 from onebit_serve.live.upstream import GoneError
 
-__all__ = ["HttpScorer", "LineScorer", "NoAnswerError", "Router", "Scorer", "is_healthy"]
+__all__ = [
+    "HttpScorer",
+    "LineScorer",
+    "NoAnswerError",
+    "Request",
+    "Router",
+    "Scorer",
+    "is_healthy",
+]
 
 _OK = 200
 _BUSY = (429, 503, 529)  # 529 is laya-serve's word for overload
@@ -197,7 +205,7 @@ class Router:
     Args:
         routes: The policy as it holds here; may be replaced at any time.
         scorer: Who is asked, `None` while there is nobody; may be replaced at any time.
-        deadline_s: Seconds that an answer may take.
+        deadline_s: Seconds that an answer may take, 0 for no limit; may be replaced at any time.
         say: Takes one line for the user.
     """
 
@@ -212,7 +220,7 @@ class Router:
         self.routes = routes
         self.scorer = scorer
         self.tally = Tally()
-        self._deadline_s = deadline_s
+        self.deadline_s = deadline_s
         self._say = say
         self._remembered = DecisionCache()
         self._failing = False
@@ -292,6 +300,6 @@ class Router:
     async def _ask(self, text: str) -> Choice:
         if self.scorer is None:
             raise NoAnswerError("down", "there is no scorer")
-        with trio.move_on_after(self._deadline_s or float("inf")):
+        with trio.move_on_after(self.deadline_s or float("inf")):
             return await self.scorer.ask(text)
-        raise NoAnswerError("slow", f"no answer in {self._deadline_s:g} s")
+        raise NoAnswerError("slow", f"no answer in {self.deadline_s:g} s")

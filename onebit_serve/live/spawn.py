@@ -20,7 +20,7 @@ import msgspec
 from onebit_serve.core.plan import BackendPlan, Plan
 from onebit_serve.live import driver_caches, leftovers
 
-__all__ = ["Spawned", "launch", "spawn", "spawn_eager"]
+__all__ = ["Spawned", "child_environment", "free_port", "launch", "spawn", "spawn_eager"]
 
 _GUARD = 'read -r line || kill -9 "-$0"'
 _KEY_BYTES = 24
@@ -67,13 +67,8 @@ def spawn(plan: BackendPlan) -> Spawned:
     Raises:
         OSError: The program cannot be started.
     """
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-    kept = {*plan.unset_env, *_NOT_FOR_A_CHILD}
-    environment = {k: v for k, v in os.environ.items() if k not in kept}
-    environment.update(plan.set_env)
-    environment[leftovers.VARIABLE] = leftovers.marker()
+    port = free_port()
+    environment = child_environment(plan.unset_env, plan.set_env)
     key = ""
     if plan.kind == "llama-server":
         # not by `secrets`, whose imports take longer than the rest of this
@@ -84,14 +79,35 @@ def spawn(plan: BackendPlan) -> Spawned:
     return Spawned(*launch(plan.command(port), environment), port, key, at_s, caches_found)
 
 
+def free_port() -> int:
+    """Return a loopback port that nobody listens on now."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port: int = sock.getsockname()[1]
+        return port
+
+
+def child_environment(unset: Sequence[str], more: Mapping[str, str]) -> dict[str, str]:
+    """Return the user's environment as a child gets it.
+
+    Args:
+        unset: Variables that it must not see.
+        more: Variables to add; they win over the user's.
+    """
+    dropped = {*unset, *_NOT_FOR_A_CHILD}
+    environment = {k: v for k, v in os.environ.items() if k not in dropped}
+    return {**environment, **more, leftovers.VARIABLE: leftovers.marker()}
+
+
 def launch(
-    command: Sequence[str], environment: Mapping[str, str]
+    command: Sequence[str], environment: Mapping[str, str], *, pipes: bool = False
 ) -> tuple[subprocess.Popen[bytes], subprocess.Popen[bytes]]:
     """Start a program in a session of its own, and its guard; call it on the main thread.
 
     Args:
         command: Program and arguments; the program must exist.
         environment: The child's whole environment.
+        pipes: It is spoken to on stdin and stdout, so that stderr has a pipe of its own.
 
     Raises:
         OSError: The program cannot be started.
@@ -103,9 +119,9 @@ def launch(
     prefix = [setpriv, "--pdeathsig", "KILL", "--"] if setpriv else []
     process = subprocess.Popen(
         [*prefix, program, *command[1:]],
-        stdin=subprocess.DEVNULL,
+        stdin=subprocess.PIPE if pipes else subprocess.DEVNULL,
         stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
+        stderr=subprocess.PIPE if pipes else subprocess.STDOUT,
         env=environment,
         start_new_session=True,
         bufsize=0,

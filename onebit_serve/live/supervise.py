@@ -18,7 +18,6 @@ import contextlib
 import math
 import os
 import random
-import socket
 import time
 from collections.abc import Callable
 
@@ -35,105 +34,23 @@ from onebit_serve.core.warmup import WarmUpResult
 from onebit_serve.core.wire import Refusal
 from onebit_serve.live import probe
 from onebit_serve.live.episode import Episode, Work
+from onebit_serve.live.lease import Lease, RefusedError, Waiter
 from onebit_serve.live.log import Log
 from onebit_serve.live.logfile import LogFile
-from onebit_serve.live.prompts import TAIL_BLOCKS, PromptKeeper
+from onebit_serve.live.prompts import PromptKeeper
 from onebit_serve.live.ring import LineRing
 from onebit_serve.live.shaper import Shaper
 from onebit_serve.live.spawn import Spawned
 from onebit_serve.live.upstream import GoneError, exchange
 
-__all__ = ["Backend", "Lease", "RefusedError"]
+__all__ = ["Backend"]
 
 _ANYBODY = -1  # the sender of events that are not news of one child
 _SETTLE_POLL_S = 0.25
 _PORT_TRIES = 5
 _FATAL_IN_A_ROW = 3
-_EXIT_NOTICE_S = 0.25
 _CLEAR_S = 0.5
 _OK = 200
-
-
-class RefusedError(Exception):
-    """A request cannot be had answered by this backend.
-
-    Args:
-        refusal: What to tell the client.
-    """
-
-    def __init__(self, refusal: Refusal) -> None:
-        super().__init__(refusal.message)
-        self.refusal = refusal
-
-
-class Lease:
-    """The right to send one request to a child; it ends with the last byte of the reply.
-
-    Attributes:
-        upstream: The child's connections.
-        sock: The connection in use, while there is one.
-        blocks: Blocks of the reply's body received so far.
-        size_bytes: Bytes in them.
-        tail: The last of them, where warm prompts or shapes make it worth a look.
-    """
-
-    __slots__ = ("_backend", "_episode", "blocks", "size_bytes", "sock", "tail", "upstream")
-
-    def __init__(self, backend: Backend, episode: Episode) -> None:
-        self._backend = backend
-        self._episode = episode
-        self.upstream = episode.upstream
-        self.sock: socket.socket | None = None
-        self.blocks = 0
-        self.size_bytes = 0
-        wanted = backend.prompts.wanted or backend.shaper.active
-        self.tail = collections.deque[bytes](maxlen=TAIL_BLOCKS) if wanted else None
-
-    def alive(self) -> bool:
-        """Whether the child this lease was given for still runs and is meant to serve."""
-        return not self._episode.leaving.is_set()
-
-    async def wait_left(self) -> bool:
-        """Wait a moment for the news that the child is gone, which a closed connection precedes."""
-        with trio.move_on_after(_EXIT_NOTICE_S):
-            await self._episode.leaving.wait()
-        return self._episode.leaving.is_set()
-
-    def note_deaf(self) -> None:
-        """Note that nobody listens on the child's port although it runs: it is to be replaced."""
-        self._backend.note_deaf(self._episode)
-
-    def cut(self) -> None:
-        """End the reply now, as if the child had: nothing more comes on its connection."""
-        if self.sock is not None:
-            with contextlib.suppress(OSError):
-                self.sock.shutdown(socket.SHUT_RDWR)
-
-    def note_status(self, status: int, *, fatal: bool) -> None:
-        """Note how the child answered.
-
-        Args:
-            status: HTTP status.
-            fatal: Whether it said something that a healthy backend does not say.
-        """
-        self._backend.note_answer(self._episode, status, fatal=fatal)
-
-    def end(self, *, whole: bool) -> None:
-        """Give the right back.
-
-        Args:
-            whole: Whether the reply came to its end; else the slot may be busy still.
-        """
-        self._backend.take_back(self, self._episode, whole=whole)
-
-
-class _Waiter:
-    """A request in line."""
-
-    def __init__(self) -> None:
-        self.moved = trio.Event()
-        self.lease: Lease | None = None
-        self.refusal: Refusal | None = None
 
 
 class Backend:
@@ -154,6 +71,8 @@ class Backend:
         prompts: Its warm prompts.
         shaper: Warms its shapes.
         held: Requests wait in line although the child could take them.
+        last_end_s: When its last request ended, on the monotonic clock.
+        starter: Starts it for a request; told who picked it.
     """
 
     def __init__(
@@ -176,12 +95,15 @@ class Backend:
         self._changed = trio.Event()
         self._send, self._receive = trio.open_memory_channel[tuple[int, machine.Event]](math.inf)
         self._leases: set[Lease] = set()
-        self._line: collections.deque[_Waiter] = collections.deque()
+        self._line: collections.deque[Waiter] = collections.deque()
         self._abandoned = False
         self._was_ready = False
         self._fatal_answers = 0
         self._ports_taken = 0
         self._nursery: trio.Nursery | None = None
+        self._picked_by = ""
+        self.last_end_s: float | None = None
+        self.starter: Callable[[Backend, str], None] = Backend.want
 
     def __repr__(self) -> str:
         """Tell the whole state."""
@@ -217,13 +139,22 @@ class Backend:
             warm_prompts=self.prompts.standings,
         )
 
-    def want(self) -> None:
-        """Ask for it to be running; one that is on its way already goes on."""
-        self._post(machine.Wanted(), _ANYBODY)
+    def want(self, by: str = "") -> None:
+        """Ask for it to be running; one that is on its way already goes on.
 
-    def halt(self) -> None:
-        """Ask for it to be stopped."""
-        self._post(machine.Halted(), _ANYBODY)
+        Args:
+            by: Who picked it, for the log: `laya`, or nothing.
+        """
+        self._post(machine.Wanted(by), _ANYBODY)
+
+    def halt(self, *, if_idle: bool = False) -> None:
+        """Ask for it to be stopped.
+
+        Args:
+            if_idle: Only where it is ready and has nothing to do once this is heard: no request
+                can come in between, and none is cut.
+        """
+        self._post(machine.Halted(if_idle), _ANYBODY)
 
     def retire(self) -> None:
         """End its task as soon as it is stopped; nothing may be asked of it afterwards."""
@@ -285,12 +216,19 @@ class Backend:
         """Return a lease where a request may go at once, without a look at anything else."""
         return None if self._line else self._free_lease()
 
-    async def admit(self, park_s: float, *, again: bool = False) -> Lease:
+    @property
+    def idle(self) -> bool:
+        """Whether it is ready and nobody has or wants anything of it."""
+        ready = self._life.state is State.READY
+        return ready and not (self._leases or self._line or self._abandoned)
+
+    async def admit(self, park_s: float, *, again: bool = False, by: str = "") -> Lease:
         """Return the right to send a request, after a wait in line where it takes one.
 
         Args:
             park_s: Seconds to wait at most.
             again: It was let in once and its child died: it goes first, and no full line stops it.
+            by: Who picked this backend for it: `laya`, or nothing.
 
         Raises:
             RefusedError: The request cannot go there, now or in time.
@@ -305,13 +243,13 @@ class Backend:
         )
         if isinstance(verdict, Refusal):
             raise RefusedError(verdict)
-        waiter = _Waiter()
+        waiter = Waiter()
         if again:
             self._line.appendleft(waiter)
         else:
             self._line.append(waiter)
         if verdict is Verdict.START_AND_WAIT:
-            self.want()
+            self.starter(self, by)
         began_s = time.monotonic()
         try:
             with trio.move_on_after(park_s):
@@ -341,7 +279,8 @@ class Backend:
         return self._lease(episode)
 
     def _lease(self, episode: Episode) -> Lease:
-        lease = Lease(self, episode)
+        wants_tail = self.prompts.wanted or self.shaper.active
+        lease = Lease(self, episode, wants_tail=wants_tail)
         self.prompts.busy()
         self.shaper.busy()
         self._leases.add(lease)
@@ -391,6 +330,10 @@ class Backend:
 
     def _take(self, event: machine.Event, *, from_child: bool) -> None:
         before = self._life
+        if isinstance(event, machine.Halted) and event.if_idle and not self.idle:
+            return
+        if isinstance(event, machine.Wanted):
+            self._picked_by = event.by
         try:
             self._life, effects = machine.step(before, event, time.monotonic(), self._policy)
         except machine.IllegalMoveError:
@@ -494,7 +437,9 @@ class Backend:
             self._log.say(f"{plan.name} is ready again", **facts)
         if life.state is State.LOADING and state is not State.LOADING:
             name = os.path.basename(plan.binary)  # noqa: PTH119 - a name, not a file
-            self._log.say(f"{plan.served_id} on {plan.device} ({name})", **facts)
+            by = f", picked by {self._picked_by}" if self._picked_by else ""
+            self._log.say(f"{plan.served_id} on {plan.device} ({name}){by}", **facts)
+            self._picked_by = ""
         spent = len(life.failures_s) > self._policy.burst
         if spent and life.state is State.FAILED and state is not State.FAILED:
             self._log.error(
@@ -534,6 +479,7 @@ class Backend:
         if self._line:
             self._move_line()
         if not self._leases:
+            self.last_end_s = time.monotonic()
             self._wake()  # somebody may wait for that to stop it
             if self._nursery:
                 self.prompts.idle(self._nursery)

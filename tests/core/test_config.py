@@ -120,17 +120,6 @@ def test_a_long_value_is_cut_in_the_message():
     assert len(refused(f"[server]\nport = '{'x' * 9999}'").message) < 250
 
 
-@pytest.mark.parametrize(
-    ("text", "what"),
-    [
-        ("[backend]\npin = true", "[backend] pin"),
-        ("[laya]\nscorer = 'http'", "[laya] scorer"),
-    ],
-)
-def test_what_is_not_there_yet_is_refused_unless_it_is_the_default(text, what):
-    assert f"{what} is not yet supported" in refused(text).message
-
-
 def test_every_key_that_is_not_there_yet_exists():
     known = {f"{table}.{key}" for table, key in KEYS} | {"backends"}
     assert {key for row in NOT_YET for key in row.keys} <= known
@@ -166,9 +155,8 @@ def test_the_manual_has_every_key_with_what_it_does(table, key):
     at = next(i for i, line in enumerate(lines) if re.match(rf"(# )?{key} = ", line))
     assert re.match(r"# .{5,}", lines[at - 1])
     later = any(f"{table}.{key}" in row.keys for row in NOT_YET)
-    if table != "laya":
-        comment = [line for line in lines[max(0, at - 3) : at] if line.startswith("# ")]
-        assert ("(later)" in comment[-1]) is later
+    comment = [line for line in lines[max(0, at - 3) : at] if line.startswith("# ")]
+    assert ("(later)" in comment[-1]) is later
 
 
 def test_commented_keys_of_the_manual_can_be_used_once_they_are_there():
@@ -229,7 +217,6 @@ def test_a_variable_sets_its_key(variables, table, key, value):
         ({"ONEBIT_LOG_ZZZ": "1"}, "ONEBIT_LOG_ZZZ names no key", ""),
         ({"ONEBIT_NO_WARMPU": "1"}, "ONEBIT_NO_WARMPU names no key", "ONEBIT_NO_WARMUP?"),
         ({"ONEBIT_LAMA_SERVER": "a"}, "names no key", "ONEBIT_LLAMA_SERVER?"),
-        ({"ONEBIT_BACKEND_IDLE_S": "3"}, "ONEBIT_BACKEND_IDLE_S is not yet supported", ""),
     ],
 )
 def test_a_variable_that_cannot_be_used_is_refused_by_name(variables, message, hint):

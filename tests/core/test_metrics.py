@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from onebit_serve.core.laya import Decision, Tally
 from onebit_serve.core.life import State
 from onebit_serve.core.metrics import FAMILIES, OUTCOMES, Counters, DoorCounters, render
 from onebit_serve.core.view import BackendView
@@ -36,9 +37,15 @@ def seen(name="gpu", **more):
     return BackendView(name=name, **{**plain, **more})
 
 
-def page(*views, counters=None, door=None, own=None):
+def page(*views, counters=None, door=None, own=None, tally=None):
     shown = render(
-        views, counters or {}, door or DoorCounters(), version="1.2", uptime_s=9.25, own=own
+        views,
+        counters or {},
+        door or DoorCounters(),
+        version="1.2",
+        uptime_s=9.25,
+        own=own,
+        tally=tally,
     )
     return shown.decode()
 
@@ -58,7 +65,11 @@ def everything():
     door = DoorCounters()
     door.refuse("not_found")
     prompts = (Standing("entry 1", tokens=9, proven=True),)
-    return page(seen(load_ms=1500.0, warm_up_ms=250.0, warm_prompts=prompts), door=door)
+    tally = Tally()
+    tally.failed("slow")
+    tally.decided(Decision("code", "vulkan", 0.7), 0.03)
+    views = seen(load_ms=1500.0, warm_up_ms=250.0, warm_prompts=prompts)
+    return page(views, door=door, tally=tally)
 
 
 def test_every_name_we_export_is_in_the_manual_and_no_other():

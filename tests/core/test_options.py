@@ -96,14 +96,11 @@ def test_a_flag_that_is_not_there_yet_says_so_before_the_backend_is_known(name):
 @pytest.mark.parametrize(
     "name",
     [
-        "--laya",
-        "--laya-model",
         "--adaptive",
         "--adaptive-at",
         "--lean",
         "--embed",
         "--rerank",
-        "--route-policy",
     ],
 )
 def test_the_flags_of_later_steps_are_known(name):

@@ -1,0 +1,204 @@
+"""Lazy backends leave: those nobody uses any more, and those whose memory another one needs.
+
+    unload_when_idle   one task for each that has an `idle_s`
+    Room               starts a lazy backend for a request, after making room for it where it must
+
+Nothing here stops a backend that has work. It asks the backend's own task to stop "if idle", which
+looks at the moment it does so; a request that came in between keeps it, and the choice is made
+anew.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Awaitable, Callable, Iterable
+
+import trio
+
+from onebit_serve.core import binary, options
+from onebit_serve.core.life import State
+from onebit_serve.core.memory import memory_of
+from onebit_serve.core.plan import BackendPlan
+from onebit_serve.core.pressure import Resident, make_room
+from onebit_serve.live.free_memory import machine_memory
+from onebit_serve.live.log import Log
+from onebit_serve.live.spawn import child_environment
+from onebit_serve.live.supervise import Backend
+
+__all__ = ["Room", "free_bytes", "resident", "unload_when_idle"]
+
+_NOTICE_S = 1.0
+_RETURN_S = 10.0  # drivers give memory back some time after the process is gone
+_POLL_S = 0.2
+_LIST_S = 10.0
+_BESIDES_WEIGHTS = 1.1  # compute buffers and a modest cache
+
+Free = Callable[[BackendPlan], Awaitable["int | None"]]
+
+
+def resident(backend: Backend) -> Resident | None:
+    """Return a backend as something that holds memory; `None` where it is not ready."""
+    view, limits = backend.view(), backend.plan.limits
+    if view.state is not State.READY:
+        return None
+    return Resident(
+        name=view.name,
+        ready_s=time.monotonic() - view.since_s,
+        last_end_s=backend.last_end_s,
+        in_flight=view.in_flight + view.waiting + view.abandoned,
+        kept=not backend.plan.lazy or limits.pin,
+        idle_s=limits.idle_s if backend.plan.lazy else 0.0,
+    )
+
+
+async def unload_when_idle(backend: Backend, log: Log) -> None:
+    """Stop a lazy backend whenever it has had nothing to do for its `idle_s`; never returns."""
+    idle_s = backend.plan.limits.idle_s
+    while True:
+        await backend.wait_for(lambda v: v.state is State.READY and not v.in_flight)
+        held = resident(backend)
+        if held is None:
+            continue
+        # a pinned one idles out too: `pin` is about making room
+        left_s = held.idle_since_s + idle_s - time.monotonic()
+        if left_s > 0:
+            await trio.sleep(left_s)
+            continue
+        if await _stopped(backend):
+            log.say(f"{backend.plan.name} is stopped: no request for {idle_s:g} s (idle_s)")
+
+
+async def _stopped(backend: Backend) -> bool:
+    """Stop a backend if it is idle; return whether it was."""
+    backend.halt(if_idle=True)
+    with trio.move_on_after(_NOTICE_S):
+        await backend.wait_for(lambda v: v.state is not State.READY)
+        return True
+    return False
+
+
+class Room:
+    """Starts lazy backends for requests, and makes room for them.
+
+    Args:
+        backends: Returns all backends.
+        log: Where to say what happened.
+        nursery: Where a start waits for room.
+        free: Returns the free memory of a backend's device in bytes, `None` where it is not known.
+    """
+
+    def __init__(
+        self,
+        backends: Callable[[], Iterable[Backend]],
+        log: Log,
+        nursery: trio.Nursery,
+        free: Free | None = None,
+    ) -> None:
+        self._backends = backends
+        self._log = log
+        self._nursery = nursery
+        self._free = free or free_bytes
+        self._pending: set[Backend] = set()
+
+    def start(self, backend: Backend, by: str) -> None:
+        """Start a backend that a request waits for.
+
+        Args:
+            backend: It.
+            by: Who picked it, for the log.
+        """
+        if backend in self._pending:
+            return
+        if not backend.plan.lazy or not self._others(backend):
+            backend.want(by)
+            return
+        self._pending.add(backend)
+        self._nursery.start_soon(self._start, backend, by)
+
+    def _others(self, backend: Backend) -> list[Backend]:
+        """Return the lazy backends that share its memory and hold some, or will.
+
+        GPUs share it under whatever name they are used; the CPU has its own, as far as we know.
+        """
+        on_cpu = backend.plan.device == "cpu"
+        return [
+            other
+            for other in self._backends()
+            if other is not backend
+            and other.plan.lazy
+            and (other.plan.device == "cpu") == on_cpu
+            and other.view().state not in (State.STOPPED, State.FAILED, State.BACKOFF)
+        ]
+
+    async def _start(self, backend: Backend, by: str) -> None:
+        try:
+            while not await self._has_room(backend):
+                if not backend.view().waiting:
+                    return  # who wanted it has left
+        finally:
+            self._pending.discard(backend)
+        backend.want(by)
+
+    async def _has_room(self, backend: Backend) -> bool:
+        """Say whether there is room; if not, unload one that may go or wait a moment."""
+        wanted = int(backend.plan.size_bytes * _BESIDES_WEIGHTS)
+        free = await self._free(backend.plan)
+        if free is None:
+            return True
+        others = self._others(backend)
+        loading = [b for b in others if b.view().state in (State.LOADING, State.WARMING)]
+        free -= sum(b.plan.size_bytes for b in loading)
+        residents = [r for b in others if (r := resident(b)) is not None]
+        names = make_room(residents, free_bytes=free, wanted_bytes=wanted)
+        if names:
+            await self._unload(next(b for b in others if b.plan.name == names[0]), backend, wanted)
+            return False
+        if names is not None:
+            return True
+        leaving = any(b.view().state is State.STOPPING for b in others)
+        if loading or leaving or any(not r.kept for r in residents):
+            await trio.sleep(_POLL_S)  # one that works will be idle, one that loads will be ready
+            return False
+        self._log.warning(
+            f"{backend.plan.name} may not fit: nothing that may be unloaded is left for it"
+        )
+        return True
+
+    async def _unload(self, victim: Backend, wanting: Backend, wanted: int) -> None:
+        """Unload one for another, and wait for its memory."""
+        if not await _stopped(victim):
+            return
+        self._log.say(
+            f"{victim.plan.name} is stopped to make room for {wanting.plan.name}, "
+            "as the least recently used"
+        )
+        await victim.wait_for(lambda v: v.state is not State.STOPPING)
+        with trio.move_on_after(_RETURN_S):
+            while True:
+                free = await self._free(wanting.plan)
+                if free is None or free >= wanted:
+                    return
+                await trio.sleep(_POLL_S)
+
+
+async def free_bytes(plan: BackendPlan) -> int | None:
+    """Return the free memory of a backend's device in bytes; `None` where nobody tells."""
+    if plan.device == "cpu":
+        return (await trio.to_thread.run_sync(machine_memory))[1]
+    if plan.kind != "llama-server":
+        return None
+    text = b""
+    with trio.move_on_after(_LIST_S):
+        done = await trio.run_process(
+            [plan.binary, "--list-devices"],
+            capture_stdout=True,
+            stderr=subprocess.STDOUT,
+            check=False,
+            env=child_environment(plan.unset_env, plan.set_env),
+        )
+        text = done.stdout or b""
+    listed = binary.parse_devices(text.decode(errors="replace"))
+    device = options.value(plan.arguments, "--device", "-dev") or ""
+    found = memory_of(device, listed, machine_total_bytes=None, machine_free_bytes=None)
+    return found.free_bytes

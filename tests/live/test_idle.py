@@ -1,0 +1,300 @@
+"""Lazy backends: one start for many, none in use ever stopped, room made for the next."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+import trio
+from front_door import Front, request_bytes
+from llama_process import DEADLINE_S, until
+
+from onebit_serve.cli.prepare import prepare
+from onebit_serve.core.life import State
+from onebit_serve.live.house import House
+from onebit_serve.live.idle import Room
+from onebit_serve.live.lease import RefusedError
+from onebit_serve.live.log import Log
+
+CHAT = "/v1/chat/completions"
+GIB = 1 << 30
+
+Start = Callable[..., Front]
+
+
+LISTED = "devices='GPU0: one (98304 MiB, 97520 MiB free);GPU1: two (98304 MiB, 97520 MiB free)'"
+
+
+def configuration(
+    folder: Path, program: str, model: str, knobs: dict[str, str], *, keys: str = ""
+) -> Path:
+    """Write a configuration of a CPU that is the default and of lazy backends with knobs."""
+    tables = [f'[backend]\nmodel = "{model}"\nllama_server = "{program}"\n{keys}']
+    for name, said in {"cpu": "", **knobs}.items():
+        fake = f"rec={folder}/{name}.jsonl starts={folder}/{name}.starts {LISTED} {said}"
+        lazy = "false" if name == "cpu" else "true"
+        tables.append(
+            f'[[backends]]\nname = "{name}"\ndevice = "{name}"\nalias = "m"\nlazy = {lazy}\n'
+            f"env = {{ FAKE_LLAMA = {json.dumps(fake)} }}"
+        )
+    file = folder / "serve.toml"
+    file.write_text("\n".join(tables))
+    return file
+
+
+@pytest.fixture
+def start(fake_llama: str, tiny_models: Path, tmp_path: Path) -> Iterator[Start]:
+    """Start a front door: long documents go to the lazy GPU0, everything else to the CPU."""
+    started: list[Front] = []
+
+    def begin(knobs: str = "", *, keys: str = "", **more: Any) -> Front:
+        policy = tmp_path / "policy.json"
+        policy.write_text(
+            json.dumps({"default": "cpu", "classes": {"long_doc": {"device": "GPU0"}}})
+        )
+        model = str(tiny_models / "tiny-llama.gguf")
+        file = configuration(tmp_path, fake_llama, model, {"GPU0": knobs}, keys=keys)
+        started.append(
+            Front(tmp_path, "--config", str(file), "--route-policy", str(policy), **more)
+        )
+        return started[-1].ready()
+
+    yield begin
+    for front in started:
+        front.stop()
+
+
+def long_chat(number: int = 0, **more: Any) -> dict[str, Any]:
+    text = f"{number} " + "word " * 300
+    return {"messages": [{"role": "user", "content": text}], "max_tokens": 4, **more}
+
+
+def state_of(front: Front, name: str = "GPU0") -> dict[str, Any]:
+    shown = front.client.get("/v1/status").json()["backends"]
+    found: dict[str, Any] = next(backend for backend in shown if backend["name"] == name)
+    return found
+
+
+def starts(front: Front, name: str = "GPU0") -> int:
+    file = front.folder / f"{name}.jsonl"
+    lines = file.read_text().splitlines() if file.exists() else []
+    return sum(json.loads(line)["event"] == "start" for line in lines)
+
+
+def ask(front: Front, number: int = 0) -> httpx.Response:
+    return httpx.post(front.url + CHAT, json=long_chat(number), timeout=DEADLINE_S, trust_env=False)
+
+
+def test_64_first_requests_are_one_start(start: Start) -> None:
+    front = start("load=1")
+    with ThreadPoolExecutor(64) as pool:
+        replies = list(pool.map(lambda n: ask(front, n), range(64)))
+    assert {reply.status_code for reply in replies} == {200}
+    assert {reply.headers["x-1bit-route"] for reply in replies} == {"long_doc - GPU0"}
+    assert starts(front) == 1
+    assert len(front.said("picked by laya")) == 1
+    assert front.log.index("picked by laya") < front.log.rindex("warm-up request on port")
+
+
+def test_a_start_that_fails_tells_all_who_wait(start: Start) -> None:
+    front = start("load=1 dead_at=load:3 last=out-of-memory")
+    with ThreadPoolExecutor(64) as pool:
+        replies = list(pool.map(lambda n: ask(front, n), range(64)))
+    assert {reply.status_code for reply in replies} == {503}
+    assert all("code 3" in reply.json()["error"]["message"] for reply in replies)
+    assert {reply.headers["x-1bit-route"] for reply in replies} == {"long_doc - GPU0"}
+    assert starts(front) == 1
+    assert front.health().status_code == 200
+
+
+def test_who_leaves_while_waiting_changes_nothing_for_the_others(start: Start) -> None:
+    front = start("load=6")
+    with ThreadPoolExecutor(16) as pool:
+        with front.raw(request_bytes(CHAT, json.dumps(long_chat()).encode())):
+            until(lambda: state_of(front)["waiting"] == 1, "one who waits")
+            others = [pool.submit(ask, front, n) for n in range(16)]
+            until(lambda: state_of(front)["waiting"] == 17, "all to wait")
+        until(lambda: state_of(front)["waiting"] == 16, "one to leave")
+        assert {other.result().status_code for other in others} == {200}
+    assert starts(front) == 1
+
+
+def test_an_idle_backend_is_stopped_and_comes_back(start: Start) -> None:
+    front = start("load=0.6", keys="idle_s = 0.3")
+    assert ask(front).status_code == 200  # the load is longer than idle_s, which does not count it
+    until(lambda: state_of(front)["state"] == "stopped", "the idle one to stop")
+    assert front.wait_said("GPU0 is stopped: no request for 0.3 s (idle_s)")
+    assert state_of(front, "cpu")["state"] == "ready"
+    assert front.health().status_code == 200
+    assert ask(front).status_code == 200
+    assert starts(front) == 2
+
+
+def test_a_stream_that_is_longer_than_idle_s_is_not_cut(start: Start) -> None:
+    front = start("tps=10", keys="idle_s = 0.2")
+    body = json.dumps(long_chat(stream=True) | {"max_tokens": 12}).encode()
+    with front.raw(request_bytes(CHAT, body)) as raw:
+        raw.until(b"data: [DONE]")
+    until(lambda: state_of(front)["state"] == "stopped", "the idle one to stop")
+    assert starts(front) == 1
+
+
+@pytest.mark.slow
+def test_forty_starts_and_unloads_under_traffic_leak_nothing(start: Start) -> None:
+    front = start("tps=40", keys="idle_s = 0.15")
+    us = psutil.Process(front.process.pid)
+    over, cut = threading.Event(), []
+
+    def keep_asking(number: int) -> None:
+        client = httpx.Client(base_url=front.url, timeout=DEADLINE_S, trust_env=False)
+        with client:
+            while not over.is_set():
+                short = {"messages": [{"role": "user", "content": f"hi {number}"}]}
+                with client.stream(
+                    "POST", CHAT, json={**short, "max_tokens": 8, "stream": True}
+                ) as reply:
+                    text = reply.read()
+                if reply.status_code != 200 or b"[DONE]" not in text:
+                    cut.append(text)
+
+    def cycle(number: int) -> None:
+        reply = front.post(CHAT, long_chat(number, stream=True))
+        assert b"[DONE]" in reply.content, reply.content
+        until(lambda: state_of(front)["state"] == "stopped", "the idle one to stop")
+
+    def held() -> tuple[int, int]:
+        return us.num_fds(), len(us.children(recursive=True))
+
+    with ThreadPoolExecutor(2) as pool:
+        asked = [pool.submit(keep_asking, number) for number in range(2)]
+        for number in range(5):
+            cycle(number)
+        before_bytes = us.memory_info().rss
+        for number in range(5, 40):
+            cycle(number)
+        after_bytes = us.memory_info().rss
+        over.set()
+        for one in asked:
+            one.result()
+    assert not cut
+    assert starts(front) == 40
+    assert held()[1] == 2  # the default's child and its guard
+    assert held()[0] < 40
+    assert after_bytes - before_bytes < 8 << 20
+
+
+# room
+
+
+class Memory:
+    """A device of 10 GiB, of which each loaded backend holds six, and gives them back late."""
+
+    def __init__(self) -> None:
+        self.house: House | None = None
+        self.late = 2
+        self.asked = 0
+
+    async def free(self, _plan: Any) -> int:
+        await trio.lowlevel.checkpoint()
+        self.asked += 1
+        assert self.house
+        gone = (State.STOPPED, State.FAILED)
+        held = sum(view.state not in gone for view in self.house.views() if view.name != "cpu")
+        if not held and self.late:
+            self.late -= 1
+            held = 1
+        return (10 - 6 * held) * GIB
+
+
+@pytest.fixture
+def plan(fake_llama: str, tiny_models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Plan a CPU and two lazy GPUs whose model needs six GiB."""
+    model = str(tiny_models / "tiny-llama.gguf")
+
+    def make(keys: str = ""):
+        file = configuration(
+            tmp_path, fake_llama, model, {"GPU0": "tps=20", "GPU1": ""}, keys="enabled = true"
+        )
+        file.write_text(file.read_text().replace("enabled = true", keys))
+        found = prepare(["--config", str(file)], {"PATH": "/usr/bin:/bin"}).plan
+        import msgspec
+
+        backends = tuple(msgspec.structs.replace(one, size_bytes=5 * GIB) for one in found.backends)
+        return msgspec.structs.replace(found, backends=backends)
+
+    monkeypatch.setattr("onebit_serve.live.idle._POLL_S", 0.01)
+    return make
+
+
+async def test_the_least_recently_used_makes_room_for_the_next(plan) -> None:
+    memory = Memory()
+    async with trio.open_nursery() as nursery:
+        house = memory.house = House(plan(), Log(), nursery)
+        house.room = Room(house.__iter__, Log(), nursery, memory.free)
+        for backend in house:
+            backend.starter = house.room.start
+        first, second = house.get("GPU0"), house.get("GPU1")
+        with trio.fail_after(DEADLINE_S):
+            lease = await first.admit(30)
+            got: list[Any] = []
+
+            async def want_second() -> None:
+                got.append(await second.admit(30))
+
+            nursery.start_soon(want_second)
+            while memory.asked < 3:  # noqa: ASYNC110 - it has looked, and looked again
+                await trio.sleep(0.01)
+            assert second.view().waiting == 1
+            assert first.view().state is State.READY  # in use: it is not stopped
+            assert second.view().state is State.STOPPED
+            lease.end(whole=True)
+            await second.wait_for(lambda v: v.state is State.READY)
+            assert first.view().state is State.STOPPED
+            assert memory.late == 0  # its memory was waited for
+            got[0].end(whole=True)
+        await house.stop()
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_pinned_one_stays_and_the_next_is_started_all_the_same(plan) -> None:
+    memory = Memory()
+    memory.late = 0
+    async with trio.open_nursery() as nursery:
+        house = memory.house = House(plan("pin = true"), Log(), nursery)
+        house.room = Room(house.__iter__, Log(), nursery, memory.free)
+        for backend in house:
+            backend.starter = house.room.start
+        with trio.fail_after(DEADLINE_S):
+            (await house.get("GPU0").admit(30)).end(whole=True)
+            (await house.get("GPU1").admit(30)).end(whole=True)
+            assert house.get("GPU0").view().state is State.READY
+        await house.stop()
+        nursery.cancel_scope.cancel()
+
+
+async def test_nobody_is_unloaded_for_one_who_left(plan) -> None:
+    memory = Memory()
+    async with trio.open_nursery() as nursery:
+        house = memory.house = House(plan(), Log(), nursery)
+        house.room = Room(house.__iter__, Log(), nursery, memory.free)
+        for backend in house:
+            backend.starter = house.room.start
+        first, second = house.get("GPU0"), house.get("GPU1")
+        with trio.fail_after(DEADLINE_S):
+            lease = await first.admit(30)
+            with pytest.raises(RefusedError):
+                await second.admit(0.2)
+            while house.room._pending:  # noqa: ASYNC110 - it tells nobody
+                await trio.sleep(0.01)
+            lease.end(whole=True)
+            assert first.view().state is State.READY
+            assert second.view().state is State.STOPPED
+        await house.stop()
+        nursery.cancel_scope.cancel()
