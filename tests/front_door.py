@@ -24,7 +24,7 @@ _PROXIES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
 _WITH_CONSTANTS = """
 import contextlib, importlib, json, sys
 names = ("door", "connection", "supervise", "episode", "relay", "prefetch", "history")
-names += ("lease", "idle", "scorer_child")
+names += ("lease", "idle", "scorer_child", "shaper")
 for name in ("serve", *(f"live.{name}" for name in names)):
     with contextlib.suppress(ImportError):
         module = importlib.import_module(f"onebit_serve.{name}")

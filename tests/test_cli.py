@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from llama_process import until
 
 from onebit_serve import __version__
 from onebit_serve.cli import COMMANDS, NOT_YET, main
@@ -341,6 +342,43 @@ def test_output_that_cannot_be_written_is_said_in_one_line():
         done = subprocess.run(line, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert done.returncode == 1
     assert done.stderr == "error: cannot write the output: No space left on device\n"
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_closed_standard_stream_is_no_trouble(closed, tmp_path):
+    code = (
+        "import socket, sys; from onebit_serve.cli import main; assert main(['--version']) == 0; "
+        "print('err', file=sys.stderr); number = socket.socket().fileno(); "
+        f"open({str(tmp_path / 'said')!r}, 'w').write(str(number))"
+    )
+    line = f"{shlex.quote(sys.executable)} -c {shlex.quote(code)} {closed}"
+    assert subprocess.run(["sh", "-c", line], check=False).returncode == 0
+    assert int((tmp_path / "said").read_text()) > 2
+
+
+@pytest.mark.usefixtures("place")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stop_while_programs_are_asked_ends_them_too(tmp_path, number):
+    program = tmp_path / "slow-llama-server"
+    program.write_text(f"#!/bin/sh\necho $$ >> {tmp_path}/asked\nsleep 600 &\nwait\n")
+    program.chmod(0o755)
+    line = [sys.executable, "-m", "onebit_serve.cli", "serve", "-m", "m.gguf", "-p", "0"]
+    done = subprocess.Popen([*line, "--llama-server", str(program)], env=os.environ)
+    until((tmp_path / "asked").exists, "the program to be asked")
+    done.send_signal(signal.SIGHUP)
+    done.send_signal(number)
+    assert done.wait(20) == 0
+    for pid in (tmp_path / "asked").read_text().split():
+        until(lambda pid=pid: not group_runs(int(pid)), "the end of what was asked")
+
+
+def group_runs(group: int) -> bool:
+    """Tell whether any process of a group runs."""
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 @pytest.mark.usefixtures("place")

@@ -90,6 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: The words after `1bit`; those of this process where `None`.
     """
+    _open_closed_streams()
     words = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     try:
         result = one_bit.main(args=words, prog_name="1bit", standalone_mode=False)
@@ -110,6 +111,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _say(f"cannot write the output: {error.strerror}", "")
         return 1
     return result if isinstance(result, int) else 0
+
+
+def _open_closed_streams() -> None:
+    """Give a standard stream that is closed to /dev/null, so that no socket gets its number."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
+            setattr(sys, name, os.fdopen(number, "r" if not number else "w", closefd=False))
 
 
 def _say(message: str, hint: str) -> None:

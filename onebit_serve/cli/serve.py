@@ -25,6 +25,16 @@ one-time costs.
 
 
 def _serve(words: tuple[str, ...]) -> int:
+    # Until the event loop takes the signals over. A HUP has nothing to reload yet.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, lambda *_: None)
+    try:
+        return _start(words)
+    except KeyboardInterrupt:  # the guards end what was spawned
+        return 0
+
+
+def _start(words: tuple[str, ...]) -> int:
     prepared = prepare(words, os.environ, starts=True)
     if prepared.request.dry_run:
         from onebit_serve.cli.show import describe_plan
@@ -35,19 +45,15 @@ def _serve(words: tuple[str, ...]) -> int:
     from onebit_serve.live.spawn import spawn_eager
 
     plan = prepared.plan
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # until the event loop takes it over
-    try:
-        # Bound before anything is spawned: a taken port is said at once, not after a long load.
-        listener = bind(plan.server.host, plan.server.port)
-        early = spawn_eager(plan)
-        from onebit_serve.serve import run  # trio and the front door, while the children load
+    # Bound before anything is spawned: a taken port is said at once, not after a long load.
+    listener = bind(plan.server.host, plan.server.port)
+    early = spawn_eager(plan)
+    from onebit_serve.serve import run  # trio and the front door, while the children load
 
-        def replan() -> Plan:
-            return prepare(words, os.environ, starts=True).plan
+    def replan() -> Plan:
+        return prepare(words, os.environ, starts=True).plan
 
-        return run(plan, prepared.access, listener, replan, early)
-    except KeyboardInterrupt:  # before the event loop runs; the guards end what was spawned
-        return 0
+    return run(plan, prepared.access, listener, replan, early)
 
 
 serve = ServeCommand(

@@ -94,7 +94,7 @@ class Climb(msgspec.Struct, frozen=True):
         after = self._without_done()
         if after.ladder.before and not self._is_surprised():
             request = after.ladder.before[0]
-            if self._predicted_s(request) <= budget_left_s:
+            if self.predicted_s(request) <= budget_left_s:
                 return after, request
         after = self._planned(budget_left_s)
         return after, after.ladder.before[0] if after.ladder.before else None
@@ -202,7 +202,8 @@ class Climb(msgspec.Struct, frozen=True):
         )
         return high > SURPRISE * low
 
-    def _predicted_s(self, request: Request) -> float:
+    def predicted_s(self, request: Request) -> float:
+        """Return the seconds that a request is expected to take, first uses included."""
         new = request.shapes - self.done
         return self.costs.warm(request) + sum(self.costs.first(shape) for shape in new)
 

@@ -25,14 +25,14 @@ from onebit_serve.core.wire import Refusal
 from onebit_serve.live.connection import Connection
 from onebit_serve.live.heartbeat import Heartbeat
 from onebit_serve.live.house import House
-from onebit_serve.live.lease import Lease, RefusedError
+from onebit_serve.live.lease import Lease, RefusedError, ReplacedError
 from onebit_serve.live.log import Log
 from onebit_serve.live.orders import Orders
 from onebit_serve.live.pump import Pump
 from onebit_serve.live.relay import CutError, Errand, relay
 from onebit_serve.live.routing import Routed, Routing
 from onebit_serve.live.supervise import Backend
-from onebit_serve.live.upstream import DeafError, GoneError
+from onebit_serve.live.upstream import GoneError
 
 __all__ = ["Desk"]
 
@@ -255,9 +255,9 @@ class Desk:
         by = "laya" if routed and backend.plan.lazy else ""
         for attempt in range(1, _SENT_AT_MOST + 1):
             try:
-                lease = backend.grant() or await backend.admit(
-                    self._park_s, again=attempt > 1, by=by
-                )
+                lease = backend.grant()
+                if lease is None:
+                    backend, lease = await self._admit(backend, again=attempt > 1, by=by)
             except RefusedError as error:
                 refusal = error.refusal
                 if reason:
@@ -269,7 +269,7 @@ class Desk:
                 go_on = await self._relay(connection, backend, lease, errand, heartbeat)
             except GoneError as error:
                 reason = error.reason
-                if attempt == _SENT_AT_MOST or not await _is_over(lease, error):
+                if attempt == _SENT_AT_MOST or not await lease.is_over():
                     break
             else:
                 if routed is not None:
@@ -281,6 +281,18 @@ class Desk:
         message = f"{name} failed before it answered: {cause or reason}"
         refusal = Refusal(502, message, "backend_gone")
         return "failed", await _send_refusal(connection, errand, refusal, heartbeat)
+
+    async def _admit(self, backend: Backend, *, again: bool, by: str) -> tuple[Backend, Lease]:
+        """Wait in line for a backend, or for the one that a reload put in its place meanwhile."""
+        try:
+            return backend, await backend.admit(self._park_s, again=again, by=by)
+        except ReplacedError:
+            name = backend.plan.name
+        heir = next((one for one in self._house if one.plan.name == name), None)
+        if heir is None:
+            message = f"{name} was taken out of the configuration"
+            raise RefusedError(Refusal(503, message, "backend_unavailable"))
+        return await self._admit(heir, again=again, by=by)
 
     async def _relay(
         self,
@@ -350,12 +362,3 @@ def _errand(
                 head, streamed, stream=True, assemble=True, model=model, more=more, lines=lines
             )
     return Errand(head, body, stream=peek.stream, model=model, more=more, lines=lines)
-
-
-async def _is_over(lease: Lease, error: GoneError) -> bool:
-    """Tell whether the child that failed is gone, or is being replaced since it does not listen."""
-    left = await lease.wait_left()
-    if not left and isinstance(error, DeafError):
-        lease.note_deaf()
-        left = await lease.wait_left()
-    return left

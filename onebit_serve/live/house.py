@@ -154,6 +154,7 @@ class House:
             self.plan = plan
             self._backends = wanted
             for backend in gone:
+                backend.hand_over()
                 if backend.plan.name not in wanted:
                     done["stopped"].append(backend.plan.name)
                 self._nursery.start_soon(self._retire, backend, plan.server.drain_s)

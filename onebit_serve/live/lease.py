@@ -14,9 +14,10 @@ from onebit_serve.core.wire import Refusal
 from onebit_serve.live.episode import Episode
 from onebit_serve.live.prompts import TAIL_BLOCKS
 
-__all__ = ["Keeper", "Lease", "RefusedError", "Waiter"]
+__all__ = ["Keeper", "Lease", "RefusedError", "ReplacedError", "Waiter"]
 
 _EXIT_NOTICE_S = 0.25
+_SLOW_EXIT_S = 5.0  # a loaded machine, a llama-server that frees its memory
 
 
 class Keeper(Protocol):
@@ -42,6 +43,10 @@ class RefusedError(Exception):
     def __init__(self, refusal: Refusal) -> None:
         super().__init__(refusal.message)
         self.refusal = refusal
+
+
+class ReplacedError(Exception):
+    """Another backend has taken this one's place in the house: ask that one."""
 
 
 class Lease:
@@ -86,15 +91,23 @@ class Lease:
         """Whether the child this lease was given for still runs and is meant to serve."""
         return not self._episode.leaving.is_set()
 
-    async def wait_left(self) -> bool:
-        """Wait a moment for the news that the child is gone, which a closed connection precedes."""
-        with trio.move_on_after(_EXIT_NOTICE_S):
+    async def is_over(self) -> bool:
+        """Tell whether the child that failed a request is gone, or is being replaced.
+
+        A closed connection precedes the news of an exit by a moment. One that goes on running, as a
+        child that others told to end does for a while, but no longer listens, is to be replaced.
+        """
+        if await self._leaves(_EXIT_NOTICE_S):
+            return True
+        if await self.upstream.listens():
+            return False
+        self._keeper.note_deaf(self._episode)
+        return await self._leaves(_SLOW_EXIT_S)
+
+    async def _leaves(self, limit_s: float) -> bool:
+        with trio.move_on_after(limit_s):
             await self._episode.leaving.wait()
         return self._episode.leaving.is_set()
-
-    def note_deaf(self) -> None:
-        """Note that nobody listens on the child's port although it runs: it is to be replaced."""
-        self._keeper.note_deaf(self._episode)
 
     def cut(self) -> None:
         """End the reply now, as if the child had: nothing more comes on its connection."""

@@ -15,7 +15,7 @@ import re
 import signal
 import stat
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -317,16 +317,18 @@ def _ask(path: str, questions: tuple[str, ...], env: Mapping[str, str]) -> tuple
     overdue = set(range(len(questions)))
     try:
         with selectors.DefaultSelector() as pipes:
-            for number, question in enumerate(questions):
-                child = subprocess.Popen(
-                    [*prefix, path, question],
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    env=dict(env),
-                    start_new_session=True,
-                )
-                children.append(child)
+            with _no_interrupt():
+                for question in questions:
+                    child = subprocess.Popen(
+                        [*prefix, path, question],
+                        stdin=subprocess.DEVNULL,
+                        stdout=subprocess.PIPE,
+                        stderr=subprocess.STDOUT,
+                        env=dict(env),
+                        start_new_session=True,
+                    )
+                    children.append(child)
+            for number, child in enumerate(children):
                 pipes.register(child.stdout or -1, selectors.EVENT_READ, number)
             _collect(pipes, texts, overdue)
     except OSError as error:
@@ -340,6 +342,19 @@ def _ask(path: str, questions: tuple[str, ...], env: Mapping[str, str]) -> tuple
         _answer(text.decode("utf-8", "replace"), child.returncode, late=number in overdue)
         for number, (child, text) in enumerate(zip(children, texts, strict=True))
     )
+
+
+@contextlib.contextmanager
+def _no_interrupt() -> Iterator[None]:
+    """Put a stop off, so that no child is started and forgotten.
+
+    The children are born with these signals blocked: they answer and end, or are killed.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _collect(pipes: selectors.BaseSelector, texts: list[bytearray], overdue: set[int]) -> None:

@@ -41,6 +41,10 @@ __all__ = ["Shaper"]
 _OK = 200
 _IDLE_S = 1.0  # an agent's next request is often there by then
 _BUSY_POLL_S = 0.5
+# A first use may not be cut short: a backend that compiles hears of a client only afterwards. So it
+# is begun when nobody came for this many times as long as it is expected to take, and a client that
+# comes at random seldom meets it.
+_QUIET_TIMES = 4
 _TAIL_BYTES = 16384
 _PROMPT_TOKENS = re.compile(rb'"prompt_n"\s*:\s*(\d+)')
 _PROMPT_MS = re.compile(rb'"prompt_ms"\s*:\s*([\d.]+)')
@@ -83,7 +87,8 @@ class Shaper:
         self._scope: trio.CancelScope | None = None
         self._ours: dict[int, object] = {}
         self._now = ""
-        self._is_done = self._cache_found = False
+        self._is_done = self._cache_found = self._climbed = False
+        self._quiet_since_s = 0.0
         self._ended = trio.Event()
 
     def __repr__(self) -> str:
@@ -121,6 +126,7 @@ class Shaper:
             cache_found: Whether its driver's or runtime's cache held something at its start.
         """
         self._cache_found = cache_found
+        self._climbed = False
         self._climb = self._child = None
         self._ours = {}
         self._is_done = False
@@ -237,6 +243,7 @@ class Shaper:
         wanted = self._plan.warm_up.idle and self._climb is not None and not self._is_done
         if wanted and self._scope is None:
             self._scope = trio.CancelScope()
+            self._quiet_since_s = trio.current_time()
             nursery.start_soon(self._climb_idle, self._scope)
 
     def gone(self) -> None:
@@ -276,12 +283,18 @@ class Shaper:
             self._is_done = not after.ladder.idle
             if self._is_done:
                 seen = await trio.to_thread.run_sync(after.view, abandon_on_cancel=True)
-                self._say(f"warmed {seen.warmed} of {seen.planned} shapes, the last while idle")
+                if self._climbed:
+                    self._say(f"warmed {seen.warmed} of {seen.planned} shapes, the last while idle")
             return False
+        quiet_s = trio.current_time() - self._quiet_since_s
+        if (rest_s := _QUIET_TIMES * after.predicted_s(request) - quiet_s) > 0:
+            await trio.sleep(rest_s)
+            return True
         first_s = await self._send(request, pinned)
         again_s = await self._send(request, pinned)
         # `served` cannot have come between: a client's request would have cancelled this
         self._climb = after.completed(request, first_s, again_s)
+        self._climbed = True
         left = _by_id(await self._slots())
         self._ours = {id_: left[id_] for id_ in {*ours, *pinned} if id_ in left}
         return True

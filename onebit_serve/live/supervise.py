@@ -34,7 +34,7 @@ from onebit_serve.core.warmup import WarmUpResult
 from onebit_serve.core.wire import Refusal
 from onebit_serve.live import probe
 from onebit_serve.live.episode import Episode, Work
-from onebit_serve.live.lease import Lease, RefusedError, Waiter
+from onebit_serve.live.lease import Lease, RefusedError, ReplacedError, Waiter
 from onebit_serve.live.log import Log
 from onebit_serve.live.logfile import LogFile
 from onebit_serve.live.prompts import PromptKeeper
@@ -97,6 +97,7 @@ class Backend:
         self._leases: set[Lease] = set()
         self._line: collections.deque[Waiter] = collections.deque()
         self._abandoned = False
+        self._replaced = False
         self._was_ready = False
         self._fatal_answers = 0
         self._ports_taken = 0
@@ -155,6 +156,12 @@ class Backend:
                 can come in between, and none is cut.
         """
         self._post(machine.Halted(if_idle), _ANYBODY)
+
+    def hand_over(self) -> None:
+        """Send those in line, and all who come, to the backend that took this one's place."""
+        self._replaced = True
+        while self._line:
+            self._line.popleft().moved.set()
 
     def retire(self) -> None:
         """End its task as soon as it is stopped; nothing may be asked of it afterwards."""
@@ -232,7 +239,10 @@ class Backend:
 
         Raises:
             RefusedError: The request cannot go there, now or in time.
+            ReplacedError: It is to go to the backend that took this one's place.
         """
+        if self._replaced:
+            raise ReplacedError
         lease = self.grant()
         if lease is not None:
             return lease
@@ -263,6 +273,8 @@ class Backend:
                 self._line.remove(waiter)
         if waiter.lease is not None:
             return waiter.lease
+        if waiter.moved.is_set() and waiter.refusal is None:
+            raise ReplacedError
         waited_s = time.monotonic() - began_s
         raise RefusedError(waiter.refusal or admit.parked_too_long(self.view(), waited_s))
 

@@ -134,6 +134,17 @@ class Upstream:
             raise
         return sock
 
+    async def listens(self) -> bool:
+        """Tell whether somebody takes connections there."""
+        try:
+            sock = await self.connect()
+        except DeafError:
+            return False
+        except GoneError:
+            return True
+        sock.close()
+        return True
+
     def reuse(self) -> socket.socket | None:
         """Return a kept connection, the last used first; it may have been closed meanwhile."""
         fresh_s = time.monotonic() - _IDLE_LIMIT_S

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from served import PROGRAM, Served, backend, configuration, is_alive, wait_for
@@ -49,6 +51,23 @@ def test_what_changed_is_swapped_when_warm_and_not_before(serve, model, row) -> 
         "the old one's stream to the end",
         "swapped when warm",
     )
+
+
+def test_who_waits_for_one_that_is_replaced_is_answered_by_the_new_one(serve, model, row) -> None:
+    served = serve(backend("a", "load=0|60"), backend("b", "load=0|60")).ready()
+    for name in ("a", "b"):
+        os.kill(served.view(name)["pid"], signal.SIGKILL)
+    with ThreadPoolExecutor(4) as threads:
+        asked = [threads.submit(served.ask, "a", f"number {n}") for n in range(3)]
+        stranded = threads.submit(served.ask, "b")
+        served.wait_view("a", lambda v: v["waiting"] == 3)
+        served.wait_view("b", lambda v: v["waiting"] == 1)
+        change(served, model, backend("a", "tps=50"))
+        assert served.client.post("/v1/reload").json()["reloaded"]["stopped"] == ["b"]
+        assert [one.result().status for one in asked] == [200] * 3
+        assert stranded.result().status == 503
+        assert "taken out of the configuration" in stranded.result().said
+    row("HUP: it changes", "loading again", "answered by the new one", "swapped when warm")
 
 
 @pytest.mark.parametrize("text", ["[server", "[backend]\nno_such_key = 1", None])

@@ -40,7 +40,7 @@ def start(fake_llama: str, tiny_models: Path, tmp_path: Path) -> Iterator[Start]
             *("-m", model, "--llama-server", fake_llama, "--device", device, *arguments),
             knobs=f"model={device if device != 'cpu' else 'none'} scale={scale}",
             environment={name: value for name, value in said.items() if value} | more,
-            constants=constants,
+            constants={"_QUIET_TIMES": 0, **(constants or {})},
             shapes=True,
         )
         started.append(front)
@@ -54,6 +54,11 @@ def start(fake_llama: str, tiny_models: Path, tmp_path: Path) -> Iterator[Start]
 def shapes(front: Front) -> dict[str, Any]:
     found: dict[str, Any] = front.client.get("/v1/status").json()["backends"][0].get("shapes", {})
     return found
+
+
+def all_warm(front: Front) -> bool:
+    seen = shapes(front)
+    return bool(seen) and seen["warmed"] == seen["planned"]
 
 
 def complete(front: Front, tokens: int) -> None:
@@ -73,6 +78,17 @@ def test_no_shape_is_warmed_without_a_budget_and_idle_time(start):
     front = start("0", "0").ready()
     assert shapes(front) == {}
     assert len(front.requests("/completion")) == 1
+
+
+def test_a_first_use_is_begun_only_when_nobody_came_for_long_enough(start):
+    front = start("0", "1", constants={"_IDLE_S": 0.01, "_QUIET_TIMES": 1e6}).ready()
+    looks = len(front.requests("/slots"))
+    until(lambda: len(front.requests("/slots")) > looks, "a look at what is free", LONG_S)
+    complete(front, 37)
+    assert shapes(front)["requests"] == []
+    front.signal(signal.SIGTERM)
+    assert front.wait() == 0
+    assert len(front.requests("/completion")) == 2
 
 
 def test_a_warm_up_that_is_off_turns_the_plan_off(start):
@@ -129,9 +145,7 @@ def test_a_supervisor_that_is_killed_loses_only_what_came_since_the_last_writing
 def test_by_default_shapes_are_warmed_before_ready_and_while_idle(start):
     front = start().ready()
     assert shapes(front)["requests"]
-    until(lambda: front.said("the last while idle"), "the end of the idle warm-up", LONG_S)
-    seen = shapes(front)
-    assert seen["warmed"] == seen["planned"]
+    until(lambda: all_warm(front), "the end of the idle warm-up", LONG_S)
 
 
 def test_by_default_the_cpu_has_no_shapes(start):
