@@ -84,6 +84,7 @@ class Desk:
         self._pump = Pump()
         self._ids = RequestIds(secrets.token_hex(4))
         self._since_s = time.monotonic()
+        self._created_s = int(time.time())
 
     async def answer(self, connection: Connection, head: RequestHead, body: bytes) -> bool:
         """Answer one request; return whether the connection goes on."""
@@ -126,9 +127,11 @@ class Desk:
             case "livez":
                 return view.livez()
             case "model":
-                return view.model(views, unquote(path.removeprefix(route.MODEL_PREFIX)))
+                return view.model(
+                    views, unquote(path.removeprefix(route.MODEL_PREFIX)), self._created_s
+                )
             case "models":
-                return view.models(views)
+                return view.models(views, self._created_s)
             case "status":
                 shapes = {backend.plan.name: backend.shaper.view() for backend in self._house}
                 return view.status(views, self._version, shapes, self._routing.view())

@@ -4,6 +4,7 @@ import hashlib
 import json
 import random
 import re
+import time
 
 import pytest
 from front_door import Front, request_bytes
@@ -255,6 +256,8 @@ def test_our_own_pages_in_every_form(scripted: Front) -> None:
         assert scripted.client.get(path).json() == {"status": "ok"}
     (model,) = scripted.client.get("/v1/models").json()["data"]
     assert (model["id"], model["device"], model["object"]) == ("tiny-llama", "cpu", "model")
+    assert time.time() - 3600 < model["created"] <= time.time()
+    assert isinstance(model["created"], int)
     assert scripted.client.get("/v1/models/tiny%2Dllama").json() == model
     assert scripted.client.get("/v1/models/other").status_code == 404
     assert scripted.client.post("/v1/models/tiny-llama").status_code == 405
