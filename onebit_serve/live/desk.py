@@ -86,11 +86,19 @@ class Desk:
         self._since_s = time.monotonic()
         self._created_s = int(time.time())
 
+    def id_line(self, head: RequestHead | None) -> bytes:
+        """Return the header line with the id of a request that is refused as it is read.
+
+        Args:
+            head: Its head; `None` where that cannot be read, so that the id is one of ours.
+        """
+        return _id_line(self._ids.take(head.get(HEADER) if head else None))
+
     async def answer(self, connection: Connection, head: RequestHead, body: bytes) -> bool:
         """Answer one request; return whether the connection goes on."""
         given = head.get(HEADER)
         request_id = self._ids.take(given)
-        lines = b"X-Request-Id: %s\r\n" % request_id.encode()
+        lines = _id_line(request_id)
         if head.get(b"origin") is not None:
             lines += _lines(access.cors(self._rules, head))
         refusal = access.admit(self._rules, head)
@@ -98,7 +106,7 @@ class Desk:
             self.counters.refuse(refusal.code)
             return await connection.answer_refusal(head, refusal, lines)
         if head.method == "OPTIONS":
-            lines = _lines(access.preflight(self._rules, head))
+            lines = _id_line(request_id) + _lines(access.preflight(self._rules, head))
             return await connection.answer(head, 204, b"", lines=lines)
         choice = route.choose(head.method, head.path)
         if choice == "relayed":
@@ -326,6 +334,10 @@ async def _send_refusal(
 def _query(head: RequestHead) -> dict[bytes, bytes]:
     """Return what a target asks for after its `?`; of several of a name the last."""
     return dict(part.partition(b"=")[::2] for part in head.target.partition(b"?")[2].split(b"&"))
+
+
+def _id_line(request_id: str) -> bytes:
+    return b"X-Request-Id: %s\r\n" % request_id.encode()
 
 
 def _lines(headers: Headers) -> bytes:

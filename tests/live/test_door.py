@@ -235,6 +235,34 @@ def test_options_are_answered(scripted: Front) -> None:
         assert scripted.client.options(path).status_code < 300
 
 
+MINE = "X-Request-Id: mine"
+
+
+@pytest.mark.parametrize(
+    ("data", "status", "is_mine"),
+    [
+        (request_bytes("/livez", b"", MINE, "X-A : 1", method="GET"), 400, False),
+        (request_bytes("/livez", b"", MINE, method="GET", version="2.0"), 505, False),
+        (request_bytes("/completion", b"{}", MINE, "Expect: x"), 417, False),
+        (request_bytes("/completion", b"", MINE).replace(b": 0\r", b": 99999999999\r"), 413, True),
+        (request_bytes("/livez", b"", MINE, method="OPTIONS"), 204, True),
+        (request_bytes("/livez", b"", method="OPTIONS"), 204, False),
+        (request_bytes("/livez", b"", MINE, "Origin: http://x", method="OPTIONS"), 204, True),
+    ],
+)
+def test_what_no_page_or_backend_answers_has_an_id_too(
+    scripted: Front,
+    data: bytes,
+    status: int,
+    is_mine: bool,  # noqa: FBT001
+) -> None:
+    with scripted.raw(data) as raw:
+        said, headers, _ = raw.reply(to_head=status == 204)
+    assert said == status
+    assert (headers["x-request-id"] == "mine") is is_mine
+    assert re.fullmatch(r"mine|[0-9a-f]{8}-\d+", headers["x-request-id"])
+
+
 @pytest.mark.parametrize("path", ["/cors-proxy?url=http://x", "/nowhere", "/v1/files", "/../props"])
 def test_an_unknown_route_is_404_in_the_envelope_of_openai(scripted: Front, path: str) -> None:
     with scripted.raw(request_bytes(path, method="GET")) as raw:
