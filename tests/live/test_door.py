@@ -154,6 +154,24 @@ def test_a_chunked_body_arrives_whole_and_with_its_length(scripted: Front, size:
     assert not any("transfer-encoding" in line.lower() for line in seen["headers"])
 
 
+def test_a_target_that_is_a_whole_url_reaches_the_backend_as_a_path(scripted: Front) -> None:
+    data = request_bytes("http://127.0.0.1/completion?tag=whole-url", HELLO)
+    with scripted.raw(data) as raw:
+        assert raw.reply()[2] == b"{}"
+    (seen,) = scripted.requests("tag=whole-url")
+    assert seen["path"] == "/completion?tag=whole-url"
+
+
+def test_a_whole_url_does_not_get_round_the_check_of_the_host(scripted: Front) -> None:
+    for url, host, status in (
+        ("http://evil.example/health", "127.0.0.1", 400),
+        ("http://127.0.0.1/health", "evil.example", 400),
+        ("http://evil.example/health", "evil.example", 403),
+    ):
+        with scripted.raw(f"GET {url} HTTP/1.1\r\nHost: {host}\r\n\r\n".encode()) as raw:
+            assert raw.reply()[0] == status
+
+
 def test_a_client_that_waits_to_be_told_to_go_on_is_told(scripted: Front) -> None:
     head = f"Expect: 100-continue\r\nContent-Length: {len(HELLO)}\r\n\r\n"
     start = "POST /completion?tag=waits HTTP/1.1\r\nHost: 127.0.0.1\r\n"
