@@ -202,12 +202,14 @@ class Desk:
             return await connection.answer_refusal(head, self._orders.no_such_backend(name), lines)
         kind = b"text/plain; charset=utf-8"
         asked = _query(head)
-        said = asked.get(b"lines", b"")
-        count = (
-            min(int(said), _MOST_LOG_LINES)
-            if said.isdigit() and len(said) < _MOST_DIGITS
-            else _LOG_LINES
-        )
+        said = asked.get(b"lines", b"%d" % _LOG_LINES)
+        if not said.isdigit():
+            message = f"lines is a number, as in ?lines={_LOG_LINES}"
+            return await connection.answer_refusal(
+                head, Refusal(400, message, "bad_request"), lines
+            )
+        count = int(said) if len(said) < _MOST_DIGITS else _MOST_LOG_LINES
+        count = min(count, _MOST_LOG_LINES)
         if asked.get(b"follow") != b"1":
             text = backend.output.last(count)
             return await connection.answer(head, 200, text, kind=kind, lines=lines)

@@ -380,6 +380,11 @@ def _check_model(model: Path) -> os.stat_result:
     try:
         info = model.stat()
     except FileNotFoundError:
+        if model.is_symlink():
+            raise UsageError(
+                f"the model {model} is a link to {model.resolve()}, which does not exist",
+                hint="fetch it again, or name another file",
+            ) from None
         raise UsageError(f"the model {model} does not exist", hint=_similar(model)) from None
     except OSError as error:
         raise UsageError(f"the model {model}: {error.strerror}", hint="check the path") from None

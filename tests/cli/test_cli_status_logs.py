@@ -269,10 +269,15 @@ def test_a_free_port_cannot_be_found_by_the_configuration(tmp_path):
         ask.find(None, str(config), None, {})
 
 
-@pytest.mark.parametrize("url", ["ftp://x", "http://", "http://x:99999", "http://[::1"])
-def test_what_is_no_url_is_refused(url):
-    with pytest.raises(UsageError, match="no URL"):
-        ask.find(url, None, None, {})
+@pytest.mark.parametrize(
+    "url",
+    ["ftp://x", "http://", "http://x:99999", "http://[::1", "htp:/x", "http:/127.0.0.1:1", "x:"],
+)
+def test_what_is_no_url_is_refused_with_what_one_looks_like(url):
+    error = failure(status, "--url", url)
+    assert error.exit_code == 2
+    assert error.message == f"{url} is no URL of a server"
+    assert error.hint == "a URL looks like http://127.0.0.1:8000"
 
 
 def test_a_proxy_of_the_environment_is_not_asked(served):

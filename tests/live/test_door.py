@@ -297,6 +297,20 @@ def test_a_route_asked_with_the_wrong_method_keeps_the_connection(scripted: Fron
         assert raw.send(request_bytes("/livez", method="GET")).reply()[0] == 200
 
 
+@pytest.mark.parametrize(
+    ("query", "status"),
+    [
+        *(("", 200), ("?lines=0", 200), ("?lines=5&follow=0", 200), (f"?lines={'9' * 40}", 200)),
+        *(("?lines=abc", 400), ("?lines=-1", 400), ("?lines=", 400), ("?follow=1&lines=x", 400)),
+    ],
+)
+def test_lines_of_a_log_are_counted_by_a_number(scripted: Front, query: str, status: int) -> None:
+    reply = scripted.client.get(f"/v1/backends/cpu/logs{query}")
+    assert reply.status_code == status
+    if status == 400:
+        assert reply.json()["error"]["message"].startswith("lines is a number")
+
+
 def test_our_own_pages_in_every_form(scripted: Front) -> None:
     for path in ("/health", "/v1/health", "/readyz"):
         assert scripted.client.get(path).json() == {"status": "ok"}

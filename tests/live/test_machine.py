@@ -451,6 +451,16 @@ def split(folder: Path, count: int) -> Path:
     return folder / f"big-00001-of-{count:05}.gguf"
 
 
+def test_a_link_to_a_model_that_is_gone_is_named_with_where_it_leads(tmp_path: Path) -> None:
+    link, gone = tmp_path / "m.gguf", tmp_path / "blobs" / "m"
+    (tmp_path / "between").symlink_to(gone)
+    link.symlink_to("between")
+    with pytest.raises(UsageError) as caught:
+        machine.model_facts(str(link))
+    assert caught.value.message == f"the model {link} is a link to {gone}, which does not exist"
+    assert "fetch it again" in caught.value.hint
+
+
 def test_a_split_model_has_the_size_of_all_its_parts(tmp_path: Path) -> None:
     first = split(tmp_path, 3)
     total = sum(path.stat().st_size for path in tmp_path.glob("big-*"))
