@@ -200,6 +200,27 @@ def test_check_says_what_was_found_and_gives_the_port_back(place, served, capsys
     assert served == [("127.0.0.1", 8000), "closed"]
 
 
+@pytest.mark.usefixtures("served")
+def test_check_asks_the_program_now_and_a_start_takes_what_it_said(place, capsys, monkeypatch):
+    (place / "bin").mkdir()
+    (place / "card").write_text("Vulkan0")
+    program = place / "bin" / "llama-server"
+    program.write_text(
+        LLAMA_SERVER.replace("n  Vulkan0: Card (", "n  %s: Card (").replace(
+            "free)\\n' ;;", f"free)\\n' $(cat {place}/card) ;;"
+        )
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("ONEBIT_LLAMA_SERVER", str(program))
+    assert main(["check", "-m", "m.gguf"]) == 0
+    (place / "card").write_text("ROCm0")
+    capsys.readouterr()
+    assert "--device Vulkan0" in dry_run(capsys, "-m m.gguf")
+    assert main(["check", "-m", "m.gguf"]) == 0
+    assert "--device ROCm0" in capsys.readouterr().out
+    assert "--device ROCm0" in dry_run(capsys, "-m m.gguf")
+
+
 @pytest.mark.parametrize(
     ("line", "says"),
     [

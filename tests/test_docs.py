@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +15,7 @@ import pytest
 from onebit_serve.cli import COMMANDS, one_bit
 
 ROOT = Path(__file__).parent.parent
+FIRST_ANSWER = ROOT / "scripts" / "first_answer.py"
 README = (ROOT / "README.md").read_text()
 PAGES = {path: path.read_text() for path in [ROOT / "README.md", *ROOT.glob("docs/**/*.md")]}
 FLAG = re.compile(r"(?<![\w-])--?[A-Za-z][\w-]*")
@@ -58,6 +61,19 @@ def test_the_pages_that_are_generated_are_up_to_date() -> None:
         check=False,
     )
     assert checked.returncode == 0, checked.stderr
+
+
+def test_the_readme_asks_the_next_question_as_make_serve_prints_it() -> None:
+    printed = runpy.run_path(str(FIRST_ANSWER))
+    wanted = json.loads(printed["body"](printed["NEXT_QUESTION"]))
+    said = re.search(r"-d '(\{.+?\})'", README, re.DOTALL)
+    assert said
+    assert json.loads(said[1]) == wanted
+
+
+def test_the_readme_says_where_the_command_is_before_it_is_used() -> None:
+    blocks = "\n".join(re.findall(r"```sh\n(.*?)```", README, re.DOTALL))
+    assert blocks.index(". .venv/bin/activate\n") < blocks.index("1bit ")
 
 
 def makefile_targets() -> set[str]:

@@ -21,7 +21,7 @@ LAYOUT = re.findall(
     r"[\w.]+",
     """
     core.errors core.facts core.gguf core.binary core.caches core.http
-    core.later core.config core.presets core.options core.placement
+    core.config core.presets core.options core.placement
     core.slots core.warm_prompts core.prompt_plan
     core.policy core.laya core.scorers core.routing core.limits core.plan core.shapes core.warmup
     core.choose core.ladder core.climb core.discover

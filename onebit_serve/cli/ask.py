@@ -198,9 +198,12 @@ def _checked(url: str) -> str:
         parts = urlsplit(whole)
         readable = url.isprintable() and " " not in url
         known = parts.scheme in _DEFAULT_PORTS and bool(parts.hostname)
-        fine = readable and known and parts.port != 0
+        # `http:/x` is a scheme that lost a slash, and no host named http.
+        fine = readable and known and parts.port != 0 and not parts.netloc.endswith(":")
     except ValueError:
         fine = False
     if not fine:
-        raise UsageError(f"{url} is no URL of a server", hint="write it as http://127.0.0.1:8000")
+        raise UsageError(
+            f"{url} is no URL of a server", hint="a URL looks like http://127.0.0.1:8000"
+        )
     return f"{parts.scheme}://{parts.netloc}"

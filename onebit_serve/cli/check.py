@@ -12,14 +12,14 @@ __all__ = ["check"]
 
 _HELP = """Check what `1bit serve` with the same options would find and do.
 
-Looks at the configuration, the program, its devices, the model's header and the port, prints what
-was found and the plan, and starts nothing. Exits as `1bit serve` would: 2 for what cannot be used,
-3 for a port that is taken.
+Looks at the configuration, the program, its devices (asked anew), the model's header and the port,
+prints what was found and the plan, and starts nothing. Exits as `1bit serve` would: 2 for what
+cannot be used, 3 for a port that is taken.
 """
 
 
 def _check(words: tuple[str, ...]) -> int:
-    prepared = prepare(words, os.environ)
+    prepared = prepare(words, os.environ, anew=True)
     print(describe_found(prepared))
     print(describe_plan(prepared.plan, os.environ))
     from onebit_serve.live.listener import bind

@@ -51,7 +51,11 @@ class Prepared(msgspec.Struct, frozen=True):
 
 
 def prepare(
-    words: Sequence[str], environment: Mapping[str, str], *, starts: bool = False
+    words: Sequence[str],
+    environment: Mapping[str, str],
+    *,
+    starts: bool = False,
+    anew: bool = False,
 ) -> Prepared:
     """Check a command line against files and programs, and plan its run.
 
@@ -59,6 +63,7 @@ def prepare(
         words: What stood after `1bit serve`.
         environment: The user's environment.
         starts: The plan will be carried out: folders that it needs are made.
+        anew: Programs are asked for their devices now, whatever they said last time.
 
     Raises:
         UsageError: Anything that cannot work.
@@ -72,13 +77,13 @@ def prepare(
                 f"{request.child[0]} is for one backend, and there are several [[backends]]",
                 hint="write it into `args` where the backend is",
             )
-        found = tuple(_look(one, request, environment) for one in config.backends)
+        found = tuple(_look(one, request, environment, anew=anew) for one in config.backends)
     else:
-        one = _look(config.backend, request, environment)
+        one = _look(config.backend, request, environment, anew=anew)
         if request.unchecked:
             request = flags.read(words, one.binary.options)
             config = _settle(request, environment)
-            one = _look(config.backend, request, environment)
+            one = _look(config.backend, request, environment, anew=anew)
         args = (*one.backend.args, *request.child)
         backend = msgspec.structs.replace(one.backend, args=args)
         config = msgspec.structs.replace(config, backend=backend)
@@ -143,10 +148,12 @@ def _memory_warnings(decided: plan.Plan, found: tuple[Found, ...]) -> tuple[str,
     return tuple(warnings)
 
 
-def _look(backend: Backend, request: flags.Request, environment: Mapping[str, str]) -> Found:
+def _look(
+    backend: Backend, request: flags.Request, environment: Mapping[str, str], *, anew: bool
+) -> Found:
     """Find what one backend needs."""
     libhsa = _libhsa(backend, environment)
-    binary = _program(backend, request, environment, libhsa)
+    binary = _program(backend, request, environment, libhsa, anew=anew)
     is_file = _kind(backend) != "mlx"
     model = machine.model_facts(backend.model, environment) if backend.model and is_file else None
     if backend.mtp:
@@ -239,7 +246,12 @@ def _libhsa(backend: Backend, environment: Mapping[str, str]) -> str | None:
 
 
 def _program(
-    backend: Backend, request: flags.Request, environment: Mapping[str, str], libhsa: str | None
+    backend: Backend,
+    request: flags.Request,
+    environment: Mapping[str, str],
+    libhsa: str | None,
+    *,
+    anew: bool,
 ) -> BinaryFacts:
     kind = _kind(backend)
     if kind != "llama-server":
@@ -252,7 +264,7 @@ def _program(
     # HRX lists its device only where it finds the HSA runtime.
     hsa = backend.hrx_libhsa or libhsa
     asked = {**environment, **({plan.LIBHSA_VARIABLE: hsa} if hsa else {}), **backend.env}
-    return machine.binary_facts(path, asked)
+    return machine.binary_facts(path, asked, anew=anew)
 
 
 def _other_program(kind: plan.Kind, named: str | None, environment: Mapping[str, str]) -> str:

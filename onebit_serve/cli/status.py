@@ -26,9 +26,10 @@ _HEADINGS = (
     "load",
     "warm-up",
     "restarts",
-    "requests",
+    "running",
+    "waiting",
 )
-_NUMBERS = frozenset({"port", "pid", "since", "load", "warm-up", "restarts", "requests"})
+_NUMBERS = frozenset(_HEADINGS[_HEADINGS.index("port") :])
 _STYLES = {"ready": "green", "failed": "red", "degraded": "yellow"}
 
 
@@ -121,7 +122,6 @@ def _draw(title: str, rows: list[tuple[str, ...]], notes: list[str]) -> None:
 
 def _row(one: dict[str, Any]) -> tuple[str, ...]:
     state = str(one.get("state", ""))
-    in_flight, queued = one.get("in_flight", 0), one.get("queued", 0)
     skipped = one.get("warm_up_skipped")
     return (
         str(one.get("name", "")),
@@ -134,7 +134,8 @@ def _row(one: dict[str, Any]) -> tuple[str, ...]:
         _time(_seconds(one.get("load_ms"))),
         str(skipped) if skipped else _time(_seconds(one.get("warm_up_ms"))),
         _or_dash(one.get("restarts")),
-        f"{in_flight} + {queued} waiting" if queued else str(in_flight),
+        str(one.get("in_flight", 0)),
+        str(one.get("waiting", 0)),
     )
 
 

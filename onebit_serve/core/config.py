@@ -17,7 +17,6 @@ import msgspec
 from msgspec import Meta
 
 from onebit_serve.core.errors import ConfigError, nearest
-from onebit_serve.core.later import NOT_YET
 
 __all__ = [
     "Backend",
@@ -374,10 +373,9 @@ def _replace(config: Config, table: str, content: msgspec.Struct) -> Config:
 
 def _set(config: Config, table: str, key: str, value: object, where: str) -> Config:
     field = _fields(_TABLES[table])[key]
-    path = f"{table}.{key}"
     if isinstance(value, str):
         value = _from_text(value, field.type, where)
-    changed = {key: _checked(value, field, path, where)}
+    changed = {key: _checked(value, field, where)}
     if table == "backend" and config.backends:
         if key in _OF_ONE:
             raise ConfigError(
@@ -398,7 +396,7 @@ def _fill(base: _T, table: str, content: dict[str, Any], where: str) -> _T:
                 f"{where}: [{table}] has no key {key}",
                 hint=nearest(key, tuple(fields)) or f"its keys are {', '.join(fields)}",
             )
-        changed[key] = _checked(value, fields[key], f"{table}.{key}", f"{where}: [{table}] {key}")
+        changed[key] = _checked(value, fields[key], f"{where}: [{table}] {key}")
     return msgspec.structs.replace(base, **changed)
 
 
@@ -420,23 +418,14 @@ def _fields(struct: type[msgspec.Struct]) -> dict[str, msgspec.structs.FieldInfo
     return {field.name: field for field in msgspec.structs.fields(struct)}
 
 
-def _checked(value: object, field: msgspec.structs.FieldInfo, path: str, label: str) -> Any:
+def _checked(value: object, field: msgspec.structs.FieldInfo, label: str) -> Any:
     try:
-        made = msgspec.convert(value, field.type)
+        return msgspec.convert(value, field.type)
     except msgspec.ValidationError:
         raise ConfigError(
             f"{label} is {_shown(value)}, wanted {_wanted(field.type)}",
             hint="configs/serve.toml explains every key",
         ) from None
-    if made != field.default:
-        _refuse_later(path, label)
-    return made
-
-
-def _refuse_later(path: str, label: str) -> None:
-    for row in NOT_YET:
-        if path in row.keys:
-            raise ConfigError(f"{label} is not yet supported", hint=row.instead)
 
 
 def _from_text(text: str, wanted: Any, where: str) -> object:

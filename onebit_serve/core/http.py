@@ -60,6 +60,9 @@ _NOT_FORWARDED = _HOP_BY_HOP | {
 }
 _USUAL_TOKENS = frozenset({b"close", b"keep-alive"})
 _SPACES = 2  # of a request line
+_ABSOLUTE = re.compile(
+    rb"http://(?P<authority>[^/?#]+)(?P<rest>[/?].*)?", re.IGNORECASE | re.DOTALL
+)
 _BODILESS = frozenset({"GET", "HEAD", "OPTIONS", "DELETE"})
 _LENGTH_LINE = re.compile(rb"\r\ncontent-length: ?(\d{1,18})(?=\r\n)", re.IGNORECASE)
 _REMEMBERED_BYTES = 2048  # of a head; 256 heads of that size and what they came to are under 2 MB
@@ -86,7 +89,7 @@ class RequestHead(msgspec.Struct, frozen=True):
 
     Args:
         method: In capitals, as sent.
-        target: Path and query as sent; it starts with `/`.
+        target: Path and query as sent; it starts with `/`, also where a whole URL was sent.
         path: The target without its query; bytes that are not ASCII stay recognisably foreign.
         headers: Names in lower case, values as sent, in order, all but `Content-Length`.
         first: The first value of each of them.
@@ -161,9 +164,25 @@ def _parse_head(raw: bytes) -> RequestHead:
         raise BadRequestError(505, f"HTTP/{version} is not spoken here, HTTP/1.1 is")
     if method == "CONNECT":
         raise BadRequestError(405, "CONNECT is not offered")
-    if not reader.target.startswith(b"/"):
-        raise BadRequestError(400, "the request target must be a path")
-    return _checked(method, reader.target, reader.headers, http_1_0=version == "1.0")
+    target = reader.target
+    if not target.startswith(b"/"):
+        target = _origin_form(target, reader.headers)
+    return _checked(method, target, reader.headers, http_1_0=version == "1.0")
+
+
+def _origin_form(target: bytes, headers: list[tuple[bytes, bytes]]) -> bytes:
+    """Return path and query of a target that is a whole URL (RFC 9112, section 3.2.2).
+
+    Its host must be the one of `Host`, by which it is decided who may talk to us.
+    """
+    url = _ABSOLUTE.fullmatch(target)
+    if url is None:
+        raise BadRequestError(400, "the request target must be a path, or an http:// URL")
+    hosts = [value.lower() for name, value in headers if name == b"host"]
+    if hosts != [url["authority"].lower()]:
+        raise BadRequestError(400, "the request target and the Host header name different hosts")
+    rest = url["rest"] or b"/"
+    return rest if rest.startswith(b"/") else b"/" + rest
 
 
 _remembered_head = lru_cache(maxsize=128)(_parse_head)

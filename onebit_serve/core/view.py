@@ -162,18 +162,24 @@ def unavailable(view: BackendView) -> Refusal:
     return Refusal(503, message, code, _retry_s(view))
 
 
-def models(views: tuple[BackendView, ...]) -> Page:
-    """List the served ids, in every state; one that several devices have, by the first of them."""
+def models(views: tuple[BackendView, ...], created_s: int) -> Page:
+    """List the served ids, in every state; one that several devices have, by the first of them.
+
+    Args:
+        views: The backends.
+        created_s: When this server started, in seconds since 1970; clients of OpenAI's API expect
+            such a time with every model.
+    """
     first = {view.served_id: view for view in reversed(views)}
-    listed = [_model(view) for view in views if first[view.served_id] is view]
+    listed = [_model(view, created_s) for view in views if first[view.served_id] is view]
     return Page(200, {"object": "list", "data": listed})
 
 
-def model(views: tuple[BackendView, ...], served_id: str) -> Page:
-    """Describe the backend of one served id; 404 where there is none."""
+def model(views: tuple[BackendView, ...], served_id: str, created_s: int) -> Page:
+    """Describe the backend of one served id as `models` does; 404 where there is none."""
     for view in views:
         if view.served_id == served_id:
-            return Page(200, _model(view))
+            return Page(200, _model(view, created_s))
     ids = ", ".join(view.served_id for view in views)
     refusal = Refusal(
         404, f"there is no model {served_id} here; there are {ids}", "model_not_found"
@@ -181,9 +187,9 @@ def model(views: tuple[BackendView, ...], served_id: str) -> Page:
     return Page(404, msgspec.json.decode(refusal.body()))
 
 
-def _model(view: BackendView) -> dict[str, str]:
-    found = {"id": view.served_id, "object": "model", "owned_by": "1bit-serve"}
-    found["device"] = view.device
+def _model(view: BackendView, created_s: int) -> dict[str, str | int]:
+    found: dict[str, str | int] = {"id": view.served_id, "object": "model", "created": created_s}
+    found |= {"owned_by": "1bit-serve", "device": view.device}
     if view.role != "chat":
         found["role"] = view.role
     return found

@@ -74,6 +74,7 @@ class Connection:
     Attributes:
         due_s: When the client must have done what is waited for, on the monotonic clock.
         idle: Whether it waits for a request of which no byte has come.
+        head: The head of the request that was read last, `None` where it could not be parsed.
     """
 
     def __init__(self, sock: socket.socket, scope: trio.CancelScope, max_body_bytes: int) -> None:
@@ -81,6 +82,7 @@ class Connection:
         self.scope = scope
         self.due_s = math.inf
         self.idle = True
+        self.head: RequestHead | None = None
         self._max_body_bytes = max_body_bytes
         self._buffer = b""
         self._chunked = False
@@ -92,10 +94,11 @@ class Connection:
             BadRequestError: It breaks the rules; `refuse` it and close the connection.
             LeftError: The client left before its body was whole.
         """
+        self.head = None
         raw = await self._read_head()
         if raw is None:
             return None
-        head = parse_head(raw)
+        head = self.head = parse_head(raw)
         body = b"" if head.content_length == 0 else await self._read_body(head)
         self.due_s = math.inf
         return head, body
@@ -226,14 +229,19 @@ class Connection:
             lines += b"Retry-After: %d\r\n" % refusal.retry_after_s
         return await self.answer(head, refusal.status, refusal.body(), lines=lines)
 
-    async def refuse(self, error: BadRequestError) -> None:
+    async def refuse(self, error: BadRequestError, lines: bytes) -> None:
         """Answer a request that broke the rules, and see that the answer arrives.
 
         What the client still sends is read and thrown away for a moment: closing on unread bytes
         would reset the connection, and the answer with it.
+
+        Args:
+            error: What is wrong with it.
+            lines: More header lines of the answer, each with its CR LF.
         """
         self._allow(_LINGER_S)
-        await self.answer_refusal(_NO_HEAD, Refusal(error.status, error.reason, "bad_request"))
+        refusal = Refusal(error.status, error.reason, "bad_request")
+        await self.answer_refusal(_NO_HEAD, refusal, lines)
         self.sock.shutdown(socket.SHUT_WR)
         left_bytes = _LINGER_BYTES
         while left_bytes > 0:

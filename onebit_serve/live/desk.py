@@ -84,12 +84,21 @@ class Desk:
         self._pump = Pump()
         self._ids = RequestIds(secrets.token_hex(4))
         self._since_s = time.monotonic()
+        self._created_s = int(time.time())
+
+    def id_line(self, head: RequestHead | None) -> bytes:
+        """Return the header line with the id of a request that is refused as it is read.
+
+        Args:
+            head: Its head; `None` where that cannot be read, so that the id is one of ours.
+        """
+        return _id_line(self._ids.take(head.get(HEADER) if head else None))
 
     async def answer(self, connection: Connection, head: RequestHead, body: bytes) -> bool:
         """Answer one request; return whether the connection goes on."""
         given = head.get(HEADER)
         request_id = self._ids.take(given)
-        lines = b"X-Request-Id: %s\r\n" % request_id.encode()
+        lines = _id_line(request_id)
         if head.get(b"origin") is not None:
             lines += _lines(access.cors(self._rules, head))
         refusal = access.admit(self._rules, head)
@@ -97,7 +106,7 @@ class Desk:
             self.counters.refuse(refusal.code)
             return await connection.answer_refusal(head, refusal, lines)
         if head.method == "OPTIONS":
-            lines = _lines(access.preflight(self._rules, head))
+            lines = _id_line(request_id) + _lines(access.preflight(self._rules, head))
             return await connection.answer(head, 204, b"", lines=lines)
         choice = route.choose(head.method, head.path)
         if choice == "relayed":
@@ -126,9 +135,11 @@ class Desk:
             case "livez":
                 return view.livez()
             case "model":
-                return view.model(views, unquote(path.removeprefix(route.MODEL_PREFIX)))
+                return view.model(
+                    views, unquote(path.removeprefix(route.MODEL_PREFIX)), self._created_s
+                )
             case "models":
-                return view.models(views)
+                return view.models(views, self._created_s)
             case "status":
                 shapes = {backend.plan.name: backend.shaper.view() for backend in self._house}
                 return view.status(views, self._version, shapes, self._routing.view())
@@ -191,12 +202,14 @@ class Desk:
             return await connection.answer_refusal(head, self._orders.no_such_backend(name), lines)
         kind = b"text/plain; charset=utf-8"
         asked = _query(head)
-        said = asked.get(b"lines", b"")
-        count = (
-            min(int(said), _MOST_LOG_LINES)
-            if said.isdigit() and len(said) < _MOST_DIGITS
-            else _LOG_LINES
-        )
+        said = asked.get(b"lines", b"%d" % _LOG_LINES)
+        if not said.isdigit():
+            message = f"lines is a number, as in ?lines={_LOG_LINES}"
+            return await connection.answer_refusal(
+                head, Refusal(400, message, "bad_request"), lines
+            )
+        count = int(said) if len(said) < _MOST_DIGITS else _MOST_LOG_LINES
+        count = min(count, _MOST_LOG_LINES)
         if asked.get(b"follow") != b"1":
             text = backend.output.last(count)
             return await connection.answer(head, 200, text, kind=kind, lines=lines)
@@ -335,6 +348,10 @@ async def _send_refusal(
 def _query(head: RequestHead) -> dict[bytes, bytes]:
     """Return what a target asks for after its `?`; of several of a name the last."""
     return dict(part.partition(b"=")[::2] for part in head.target.partition(b"?")[2].split(b"&"))
+
+
+def _id_line(request_id: str) -> bytes:
+    return b"X-Request-Id: %s\r\n" % request_id.encode()
 
 
 def _lines(headers: Headers) -> bytes:

@@ -135,7 +135,7 @@ class Door:
                 request = await connection.read()
             except BadRequestError as error:
                 desk.counters.refuse("bad_request")
-                await connection.refuse(error)
+                await connection.refuse(error, desk.id_line(connection.head))
                 return
             if request is None or not await desk.answer(connection, *request):
                 return

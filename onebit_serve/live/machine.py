@@ -3,7 +3,7 @@
 This is the one part of `live` without trio: it works before the event loop starts, and its imports
 are few, because the time until the child is spawned is part of every start. What a program prints
 about itself and what a model's header says is kept in `$XDG_CACHE_HOME/onebit/`, so that a second
-start asks nobody.
+start asks nobody but a program that listed no device.
 """
 
 from __future__ import annotations
@@ -52,22 +52,8 @@ _LIBHSA_DEPTH: Final = 6
 
 # Variables that change which devices a build lists, by the runtimes that read them.
 _DEVICE_PREFIXES: Final = (
-    "CUDA_",
-    "DRI_",
-    "GGML_",
-    "GPU_",
-    "HIP_",
-    "HSA_",
-    "IREE_",
-    "LD_",
-    "LLAMA_ARG_RPC",
-    "MESA_",
-    "ONEAPI_",
-    "RADV_",
-    "ROCR_",
-    "SYCL_",
-    "VK_",
-    "ZE_",
+    *("CUDA_", "DRI_", "FAKE_LLAMA", "GGML_", "GPU_", "HIP_", "HSA_", "IREE_", "LD_"),
+    *("LLAMA_ARG_RPC", "MESA_", "ONEAPI_", "RADV_", "ROCR_", "SYCL_", "VK_", "ZE_"),
 )
 _MODEL_FIELDS: Final = ",".join(ModelFacts.__struct_fields__)  # an older cache has fewer
 # What appears or changes when a driver is installed or a card shows up.
@@ -114,15 +100,17 @@ def find_llama_server(flag: str | None, configured: str | None, env: Mapping[str
     )
 
 
-def binary_facts(path: str, env: Mapping[str, str]) -> BinaryFacts:
+def binary_facts(path: str, env: Mapping[str, str], *, anew: bool = False) -> BinaryFacts:
     """Ask a program for its version, devices and options, or recall what it said last time.
 
     The three questions are asked at once, each of a process group that is killed at the limit.
-    Recalled devices have no `free_mib`, since that was another moment's.
+    Recalled devices have no `free_mib`, since that was another moment's. A program that lists no
+    device is asked again next time: a driver may have come, or a library beside the program.
 
     Args:
         path: The program, absolute.
         env: The environment that the program will get, device variables included.
+        anew: Ask, whatever it said last time.
 
     Raises:
         UsageError: The program is missing or cannot be run at all.
@@ -130,9 +118,11 @@ def binary_facts(path: str, env: Mapping[str, str]) -> BinaryFacts:
     _check_program("the command", path)
     info = Path(path).stat()
     place = [path, *_device_signature(env)]
-    key = [*place, str(info.st_size), str(info.st_mtime_ns)]
+    # A library that appears or vanishes beside the program changes its folder's time.
+    times = (info.st_mtime_ns, Path(path).resolve().parent.stat().st_mtime_ns)
+    key = [*place, str(info.st_size), *map(str, times)]
     cache = cache_file(env, "program", place)
-    cached = recall(cache, key, BinaryFacts)
+    cached = None if anew else recall(cache, key, BinaryFacts)
     if cached is not None:
         return cached
     asked = {k: v for k, v in env.items() if not k.startswith("LLAMA_ARG_") or k == "LLAMA_ARG_RPC"}
@@ -150,7 +140,7 @@ def binary_facts(path: str, env: Mapping[str, str]) -> BinaryFacts:
         devices=binary.parse_devices(devices.text),
         options=binary.parse_options(options.text),
     )
-    if all(answer.complete for answer in answers):
+    if facts.devices and all(answer.complete for answer in answers):
         timeless = tuple(
             Device(name=d.name, description=d.description, total_mib=d.total_mib)
             for d in facts.devices
@@ -405,6 +395,11 @@ def _check_model(model: Path) -> os.stat_result:
     try:
         info = model.stat()
     except FileNotFoundError:
+        if model.is_symlink():
+            raise UsageError(
+                f"the model {model} is a link to {model.resolve()}, which does not exist",
+                hint="fetch it again, or name another file",
+            ) from None
         raise UsageError(f"the model {model} does not exist", hint=_similar(model)) from None
     except OSError as error:
         raise UsageError(f"the model {model}: {error.strerror}", hint="check the path") from None

@@ -38,7 +38,7 @@ LOADING = {
     "since_s": 0.5,
     "restarts": 0,
     "in_flight": 0,
-    "queued": 3,
+    "waiting": 3,
     "warm_up_skipped": "cpu",
     "last_line": "load_tensors: [1/2]",
 }
@@ -122,9 +122,10 @@ def test_a_ready_server_is_shown_and_exits_0(served):
     title, head, row = result.output.splitlines()
     assert title == f"1bit serve 1.0 at {served.url}: ready"
     assert head.split()[:3] == ["backend", "state", "model"]
+    assert head.split()[-2:] == ["running", "waiting"]
     assert row.split() == [
         *["gpu", "ready", "m", "vulkan", "4242", "77", "12.3", "s"],
-        *["812", "ms", "2.1", "s", "1", "2"],
+        *["812", "ms", "2.1", "s", "1", "2", "0"],
     ]
 
 
@@ -133,7 +134,7 @@ def test_one_that_is_not_ready_exits_1_and_says_why(served):
     result = run(status, "--url", served.url)
     assert result.exit_code == 1
     assert ": loading\n" in result.output
-    assert "0 + 3 waiting" in result.output
+    assert result.output.splitlines()[3].split()[-2:] == ["0", "3"]
     assert result.output.endswith("cpu: said last: load_tensors: [1/2]\n")
 
 
@@ -268,10 +269,15 @@ def test_a_free_port_cannot_be_found_by_the_configuration(tmp_path):
         ask.find(None, str(config), None, {})
 
 
-@pytest.mark.parametrize("url", ["ftp://x", "http://", "http://x:99999", "http://[::1"])
-def test_what_is_no_url_is_refused(url):
-    with pytest.raises(UsageError, match="no URL"):
-        ask.find(url, None, None, {})
+@pytest.mark.parametrize(
+    "url",
+    ["ftp://x", "http://", "http://x:99999", "http://[::1", "htp:/x", "http:/127.0.0.1:1", "x:"],
+)
+def test_what_is_no_url_is_refused_with_what_one_looks_like(url):
+    error = failure(status, "--url", url)
+    assert error.exit_code == 2
+    assert error.message == f"{url} is no URL of a server"
+    assert error.hint == "a URL looks like http://127.0.0.1:8000"
 
 
 def test_a_proxy_of_the_environment_is_not_asked(served):

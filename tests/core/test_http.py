@@ -30,6 +30,28 @@ def test_a_plain_head_is_read_whole():
 
 
 @pytest.mark.parametrize(
+    ("url", "target", "path"),
+    [
+        (b"http://127.0.0.1:8000/completion?x=/y", b"/completion?x=/y", "/completion"),
+        (b"HTTP://127.0.0.1:8000/health", b"/health", "/health"),
+        (b"http://127.0.0.1:8000", b"/", "/"),
+        (b"http://127.0.0.1:8000/", b"/", "/"),
+        (b"http://127.0.0.1:8000?x=1", b"/?x=1", "/"),
+        (b"http://127.0.0.1:8000/http://elsewhere/", b"/http://elsewhere/", "/http://elsewhere/"),
+    ],
+)
+def test_a_target_that_is_a_whole_url_is_read_as_its_path(url, target, path):
+    parsed = parse_head(head(HOST, target=url))
+    assert (parsed.target, parsed.path) == (target, path)
+
+
+def test_the_host_of_a_whole_url_is_compared_without_regard_to_case():
+    parsed = parse_head(head(b"Host: LocalHost", target=b"http://localHOST/health"))
+    assert parsed.path == "/health"
+    assert parsed.get(b"host") == b"LocalHost"
+
+
+@pytest.mark.parametrize(
     ("lines", "version", "keep_alive"),
     [
         ([HOST], b"HTTP/1.1", True),
@@ -92,7 +114,18 @@ MALFORMED = {
     "a foreign scheme": head(HOST, version=b"HTTPS/1.1"),
     "a second space before the version": head(HOST, version=b" HTTP/1.1"),
     "a control byte in the target": head(HOST, target=b"/a\x01b"),
-    "a target that is no path": head(HOST, target=b"http://elsewhere/"),
+    "a target that is no path": head(HOST, target=b"completion"),
+    "a target on another host": head(HOST, target=b"http://elsewhere/"),
+    "a target on another port": head(HOST, target=b"http://127.0.0.1:8001/"),
+    "a target on the host without its port": head(HOST, target=b"http://127.0.0.1/"),
+    "a target with a user": head(HOST, target=b"http://127.0.0.1:8000@elsewhere/"),
+    "a target with a user of ours": head(HOST, target=b"http://u@127.0.0.1:8000/"),
+    "a target of another scheme": head(HOST, target=b"https://127.0.0.1:8000/"),
+    "a target without a host": head(b"Host:", target=b"http:///health"),
+    "a target with a fragment for a path": head(HOST, target=b"http://127.0.0.1:8000#/"),
+    "a target with a host and two hosts": head(HOST, HOST, target=b"http://127.0.0.1:8000/"),
+    "a target with a host and none": head(target=b"http://127.0.0.1:8000/"),
+    "a target with a host on 1.0 and none": head(target=b"http://localhost/", version=b"HTTP/1.0"),
     "an asterisk": head(HOST, method=b"OPTIONS", target=b"*"),
     "an unknown method": head(HOST, method=b"GE7"),
     "a method in lower case": head(HOST, method=b"post"),

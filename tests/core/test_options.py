@@ -7,7 +7,6 @@ import pytest
 
 from onebit_serve.core import options
 from onebit_serve.core.errors import UsageError
-from onebit_serve.core.later import NOT_YET
 
 OWN = {"-m": 1, "--model": 1, "-p": 1, "--port": 1, "--no-warmup": 0, "-a": 1, "--alias": 1}
 CHILD = {
@@ -83,29 +82,11 @@ def test_what_cannot_be_passed_on_is_refused_with_a_hint(line, message, hint):
     assert hint in caught.value.hint
 
 
-LATER = sorted(name for row in NOT_YET for name in row.flags)
-
-
-@pytest.mark.parametrize("name", LATER)
+@pytest.mark.parametrize("name", ["--adaptive", "--adaptive-at", "--embed", "--lean", "--rerank"])
 def test_a_flag_that_is_not_there_yet_says_so_before_the_backend_is_known(name):
     for child in (CHILD, None):
         with pytest.raises(UsageError, match=f"{name} is not yet supported"):
             options.split([name, "x"], OWN, child)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "--adaptive",
-        "--adaptive-at",
-        "--lean",
-        "--embed",
-        "--rerank",
-    ],
-)
-def test_the_flags_of_later_steps_are_known(name):
-    # Goes when the last of them is built.
-    assert name in LATER
 
 
 @pytest.mark.parametrize(

@@ -97,16 +97,17 @@ def test_a_request_that_comes_too_early_or_too_late_is_told_why(state, code):
 
 def test_models_are_the_served_ids_in_every_state():
     views = (seen(State.LOADING), seen(served_id="e", device="cpu", role="embedding"))
-    chat, embedding = models(views).body["data"]
+    chat, embedding = models(views, 1_700_000_000).body["data"]
     assert (chat["id"], chat["device"], chat["object"]) == ("m", "hrx", "model")
+    assert (chat["created"], chat["owned_by"]) == (1_700_000_000, "1bit-serve")
     assert "role" not in chat
     assert (embedding["id"], embedding["role"]) == ("e", "embedding")
 
 
 def test_one_model_is_described_as_in_the_list():
     views = (seen(State.LOADING), seen(served_id="org/e", device="cpu", role="embedding"))
-    assert model(views, "org/e").body == models(views).body["data"][1]
-    page = model(views, "gone")
+    assert model(views, "org/e", 7).body == models(views, 7).body["data"][1]
+    page = model(views, "gone", 7)
     assert (page.status, page.body["error"]["code"]) == (404, "model_not_found")
     assert "there are m, org/e" in page.body["error"]["message"]
 

@@ -4,6 +4,7 @@ import hashlib
 import json
 import random
 import re
+import time
 
 import pytest
 from front_door import Front, request_bytes
@@ -153,6 +154,24 @@ def test_a_chunked_body_arrives_whole_and_with_its_length(scripted: Front, size:
     assert not any("transfer-encoding" in line.lower() for line in seen["headers"])
 
 
+def test_a_target_that_is_a_whole_url_reaches_the_backend_as_a_path(scripted: Front) -> None:
+    data = request_bytes("http://127.0.0.1/completion?tag=whole-url", HELLO)
+    with scripted.raw(data) as raw:
+        assert raw.reply()[2] == b"{}"
+    (seen,) = scripted.requests("tag=whole-url")
+    assert seen["path"] == "/completion?tag=whole-url"
+
+
+def test_a_whole_url_does_not_get_round_the_check_of_the_host(scripted: Front) -> None:
+    for url, host, status in (
+        ("http://evil.example/health", "127.0.0.1", 400),
+        ("http://127.0.0.1/health", "evil.example", 400),
+        ("http://evil.example/health", "evil.example", 403),
+    ):
+        with scripted.raw(f"GET {url} HTTP/1.1\r\nHost: {host}\r\n\r\n".encode()) as raw:
+            assert raw.reply()[0] == status
+
+
 def test_a_client_that_waits_to_be_told_to_go_on_is_told(scripted: Front) -> None:
     head = f"Expect: 100-continue\r\nContent-Length: {len(HELLO)}\r\n\r\n"
     start = "POST /completion?tag=waits HTTP/1.1\r\nHost: 127.0.0.1\r\n"
@@ -234,6 +253,34 @@ def test_options_are_answered(scripted: Front) -> None:
         assert scripted.client.options(path).status_code < 300
 
 
+MINE = "X-Request-Id: mine"
+
+
+@pytest.mark.parametrize(
+    ("data", "status", "is_mine"),
+    [
+        (request_bytes("/livez", b"", MINE, "X-A : 1", method="GET"), 400, False),
+        (request_bytes("/livez", b"", MINE, method="GET", version="2.0"), 505, False),
+        (request_bytes("/completion", b"{}", MINE, "Expect: x"), 417, False),
+        (request_bytes("/completion", b"", MINE).replace(b": 0\r", b": 99999999999\r"), 413, True),
+        (request_bytes("/livez", b"", MINE, method="OPTIONS"), 204, True),
+        (request_bytes("/livez", b"", method="OPTIONS"), 204, False),
+        (request_bytes("/livez", b"", MINE, "Origin: http://x", method="OPTIONS"), 204, True),
+    ],
+)
+def test_what_no_page_or_backend_answers_has_an_id_too(
+    scripted: Front,
+    data: bytes,
+    status: int,
+    is_mine: bool,  # noqa: FBT001
+) -> None:
+    with scripted.raw(data) as raw:
+        said, headers, _ = raw.reply(to_head=status == 204)
+    assert said == status
+    assert (headers["x-request-id"] == "mine") is is_mine
+    assert re.fullmatch(r"mine|[0-9a-f]{8}-\d+", headers["x-request-id"])
+
+
 @pytest.mark.parametrize("path", ["/cors-proxy?url=http://x", "/nowhere", "/v1/files", "/../props"])
 def test_an_unknown_route_is_404_in_the_envelope_of_openai(scripted: Front, path: str) -> None:
     with scripted.raw(request_bytes(path, method="GET")) as raw:
@@ -250,11 +297,27 @@ def test_a_route_asked_with_the_wrong_method_keeps_the_connection(scripted: Fron
         assert raw.send(request_bytes("/livez", method="GET")).reply()[0] == 200
 
 
+@pytest.mark.parametrize(
+    ("query", "status"),
+    [
+        *(("", 200), ("?lines=0", 200), ("?lines=5&follow=0", 200), (f"?lines={'9' * 40}", 200)),
+        *(("?lines=abc", 400), ("?lines=-1", 400), ("?lines=", 400), ("?follow=1&lines=x", 400)),
+    ],
+)
+def test_lines_of_a_log_are_counted_by_a_number(scripted: Front, query: str, status: int) -> None:
+    reply = scripted.client.get(f"/v1/backends/cpu/logs{query}")
+    assert reply.status_code == status
+    if status == 400:
+        assert reply.json()["error"]["message"].startswith("lines is a number")
+
+
 def test_our_own_pages_in_every_form(scripted: Front) -> None:
     for path in ("/health", "/v1/health", "/readyz"):
         assert scripted.client.get(path).json() == {"status": "ok"}
     (model,) = scripted.client.get("/v1/models").json()["data"]
     assert (model["id"], model["device"], model["object"]) == ("tiny-llama", "cpu", "model")
+    assert time.time() - 3600 < model["created"] <= time.time()
+    assert isinstance(model["created"], int)
     assert scripted.client.get("/v1/models/tiny%2Dllama").json() == model
     assert scripted.client.get("/v1/models/other").status_code == 404
     assert scripted.client.post("/v1/models/tiny-llama").status_code == 405

@@ -24,11 +24,13 @@ Program = Callable[..., str]
 
 @pytest.fixture
 def program(tmp_path: Path) -> Program:
-    """Write a shell script that counts its runs in a file beside it."""
+    """Write a shell script into a folder of programs that counts its runs outside of it."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
 
     def write(body: str, name: str = "llama-server") -> str:
-        path = tmp_path / name
-        path.write_text(f"#!/bin/sh\necho x >> {path}.runs\n{body}\n")
+        path = folder / name
+        path.write_text(f"#!/bin/sh\necho x >> {tmp_path / name}.runs\n{body}\n")
         path.chmod(0o755)
         return str(path)
 
@@ -50,7 +52,8 @@ esac
 
 
 def runs(path: str) -> int:
-    return len(Path(f"{path}.runs").read_text().splitlines())
+    program = Path(path)
+    return len((program.parent.parent / f"{program.name}.runs").read_text().splitlines())
 
 
 def hide_packages(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,7 +171,8 @@ def test_a_changed_program_is_asked_anew(program: Program, env: dict[str, str]) 
 
 
 @pytest.mark.parametrize(
-    "name", ["GGML_VK_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"]
+    "name",
+    ["GGML_VK_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "FAKE_LLAMA"],
 )
 def test_a_variable_that_changes_the_devices_is_asked_anew(
     name: str, program: Program, env: dict[str, str]
@@ -178,6 +182,50 @@ def test_a_variable_that_changes_the_devices_is_asked_anew(
     machine.binary_facts(path, {**env, name: "1"})
     assert runs(path) == 6
     machine.binary_facts(path, {**env, "EDITOR": "vi"})
+    assert runs(path) == 6
+
+
+def test_a_list_without_devices_is_asked_for_anew_until_there_is_one(
+    program: Program, env: dict[str, str], tmp_path: Path
+) -> None:
+    driver = tmp_path / "driver"
+    path = program(
+        TALKS.replace("--list-devices) ", f"--list-devices) [ -e {driver} ] || exit 0; ")
+    )
+    assert machine.binary_facts(path, env).devices == ()
+    driver.touch()
+    assert [device.name for device in machine.binary_facts(path, env).devices] == ["HRX0"]
+    assert runs(path) == 6
+    machine.binary_facts(path, env)
+    assert runs(path) == 6
+
+
+def test_a_library_beside_the_program_is_a_reason_to_ask_anew(
+    program: Program, env: dict[str, str], tmp_path: Path
+) -> None:
+    path = program(TALKS)
+    link = tmp_path / "linked-server"
+    link.symlink_to(path)
+    library = Path(path).with_name("libggml-hip.so")
+    machine.binary_facts(str(link), env)
+    machine.binary_facts(str(link), env)
+    assert runs(path) == 3
+    library.touch()
+    machine.binary_facts(str(link), env)
+    assert runs(path) == 6
+    library.unlink()
+    machine.binary_facts(str(link), env)
+    assert runs(path) == 9
+
+
+def test_one_who_asks_anew_is_told_what_is_and_that_is_kept(
+    program: Program, env: dict[str, str]
+) -> None:
+    path = program(TALKS)
+    machine.binary_facts(path, env)
+    assert machine.binary_facts(path, env, anew=True).devices[0].free_mib == 32
+    assert runs(path) == 6
+    machine.binary_facts(path, env)
     assert runs(path) == 6
 
 
@@ -401,6 +449,16 @@ def split(folder: Path, count: int) -> Path:
         writer.write_tensors_to_file()
         writer.close()
     return folder / f"big-00001-of-{count:05}.gguf"
+
+
+def test_a_link_to_a_model_that_is_gone_is_named_with_where_it_leads(tmp_path: Path) -> None:
+    link, gone = tmp_path / "m.gguf", tmp_path / "blobs" / "m"
+    (tmp_path / "between").symlink_to(gone)
+    link.symlink_to("between")
+    with pytest.raises(UsageError) as caught:
+        machine.model_facts(str(link))
+    assert caught.value.message == f"the model {link} is a link to {gone}, which does not exist"
+    assert "fetch it again" in caught.value.hint
 
 
 def test_a_split_model_has_the_size_of_all_its_parts(tmp_path: Path) -> None:
