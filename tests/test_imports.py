@@ -33,7 +33,7 @@ LAYOUT = re.findall(
     live.notify
     live.doorkeeper
     live.free_memory
-    live.cache live.machine live.device_lock live.history live.prefetch
+    live.cache live.asking live.machine live.device_lock live.history live.prefetch
     live.child live.pump live.upstream live.scorer live.saves live.prefix live.prompts live.probe
     live.shaper
     live.pulse live.episode live.lease live.supervise live.idle live.house live.scorer_child

@@ -264,7 +264,7 @@ def _program(
     # HRX lists its device only where it finds the HSA runtime.
     hsa = backend.hrx_libhsa or libhsa
     asked = {**environment, **({plan.LIBHSA_VARIABLE: hsa} if hsa else {}), **backend.env}
-    return machine.binary_facts(path, asked, anew=anew)
+    return machine.binary_facts(path, asked, anew=anew, for_cpu=backend.device == "cpu")
 
 
 def _other_program(kind: plan.Kind, named: str | None, environment: Mapping[str, str]) -> str:

