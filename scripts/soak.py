@@ -412,7 +412,7 @@ def _spend_budget(server: Server, ledger: Ledger) -> str:
     server.call("POST", f"/v1/backends/{name}/start")
     with ledger.lock:
         ledger.faults.append((time.monotonic(), "budget spent", name))
-    return "" if server.settle(30) else f"{name} did not come back"
+    return "" if server.settle() else f"{name} did not come back"
 
 
 def _done_twice(folder: Path) -> list[str]:

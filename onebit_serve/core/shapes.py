@@ -253,13 +253,14 @@ def prior(model: ShapeModel) -> Histogram:
     """Return what is expected where no traffic was seen yet.
 
     After a warmed prefix a request prefills only its own few tokens: 1 to 8, and 16, 48 and 128 as
-    steps up to a longer question. The rest are first prompts of a whole micro-batch and more.
+    steps up to a longer question. The rest are first prompts of a whole micro-batch and more; it
+    weighs so much since every longer prompt has it, and on slow devices it is too long for idle time.
     """
     ubatch = model.splitting.ubatch_tokens
     weights: dict[int, float] = defaultdict(float)
     for tokens in range(1, 9):
         weights[tokens] += 1.0
-    for tokens, weight in ((16, 3.0), (48, 3.0), (128, 2.0), (ubatch, 1.0), (2 * ubatch, 1.0)):
+    for tokens, weight in ((16, 3.0), (48, 3.0), (128, 2.0), (ubatch, 6.0), (2 * ubatch, 1.0)):
         weights[tokens] += weight
     return Histogram(
         prefill=dict(weights),
