@@ -253,8 +253,8 @@ def prior(model: ShapeModel) -> Histogram:
     """Return what is expected where no traffic was seen yet.
 
     After a warmed prefix a request prefills only its own few tokens: 1 to 8, and 16, 48 and 128 as
-    steps up to a longer question. The rest are first prompts of a whole micro-batch and more; it
-    weighs so much since every longer prompt has it, and on slow devices it is too long for idle time.
+    steps up to a longer question. The rest are first prompts of a whole micro-batch and more, which
+    weighs so much since every longer prompt has it, and on slow devices no idle time fits it.
     """
     ubatch = model.splitting.ubatch_tokens
     weights: dict[int, float] = defaultdict(float)
