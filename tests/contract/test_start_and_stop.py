@@ -59,6 +59,7 @@ def test_a_context_is_never_under_256_a_slot(start: Start) -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_an_idle_server_with_0(start: Start, number: signal.Signals) -> None:
     llama = start().ready()
+    llama.post("/completion", {"prompt": "a", "n_predict": 1})  # it listens before it minds signals
     llama.process.send_signal(number)
     assert llama.wait() == 0
     assert "cleaning up before exit..." in llama.log

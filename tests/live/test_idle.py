@@ -243,10 +243,11 @@ async def test_the_least_recently_used_makes_room_for_the_next(plan) -> None:
         first, second = house.get("GPU0"), house.get("GPU1")
         with trio.fail_after(DEADLINE_S):
             lease = await first.admit(30)
-            got: list[Any] = []
+            answered = trio.Event()
 
             async def want_second() -> None:
-                got.append(await second.admit(30))
+                (await second.admit(30)).end(whole=True)
+                answered.set()
 
             nursery.start_soon(want_second)
             while memory.asked < 3:  # noqa: ASYNC110 - it has looked, and looked again
@@ -258,7 +259,7 @@ async def test_the_least_recently_used_makes_room_for_the_next(plan) -> None:
             await second.wait_for(lambda v: v.state is State.READY)
             assert first.view().state is State.STOPPED
             assert memory.late == 0  # its memory was waited for
-            got[0].end(whole=True)
+            await answered.wait()
         await house.stop()
         nursery.cancel_scope.cancel()
 
