@@ -168,6 +168,7 @@ def test_the_record_marks_who_met_an_unbuilt_shape(fake: Fake) -> None:
     llama = fake("model=hrx scale=0.001", "-np", "2").ready()
     for _ in range(2):
         llama.complete([300] * 100, cache_prompt=False, n_predict=8, id_slot=0)
+    until(lambda: len(llama.record("reply")) == 2, "the record of both")
     first, second = llama.record("reply")
     assert first["unbuilt"] == first["shapes"] == ["prefill:100", "decode:1"]
     assert (second["unbuilt"], second["shapes"]) == ([], ["prefill:100", "decode:1"])

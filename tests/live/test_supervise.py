@@ -186,6 +186,7 @@ def test_the_warm_up_is_one_request_of_the_right_size(
     assert re.fullmatch(rf"1bit serve: warm-up request on port {port} took \d+ ms", line)
     # The shapes of the warm-up are built: no client meets them again.
     assert front.post("/completion", {**body, "stream": False}).status_code == 200
+    until(lambda: len(front.record("reply")) == 2, "the record of the client's request")
     assert front.record("reply")[-1]["unbuilt"] == []
 
 
