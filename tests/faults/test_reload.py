@@ -67,7 +67,7 @@ def test_who_waits_for_one_that_is_replaced_is_answered_by_the_new_one(serve, mo
         assert [one.result().status for one in asked] == [200] * 3
         assert stranded.result().status == 503
         assert "taken out of the configuration" in stranded.result().said
-    row("HUP: it changes", "loading again", "answered by the new one", "swapped when warm")
+    row("HUP: it changes", "loading, restart", "answered by the new one", "swapped when warm")
 
 
 @pytest.mark.parametrize("text", ["[server", "[backend]\nno_such_key = 1", None])
