@@ -168,7 +168,8 @@ def test_a_cold_model_is_read_while_its_child_starts(served, tmp_path):
     front = served(model)
     (line,) = front.said("into memory in")
     assert "read tiny-llama.gguf (0.0 GiB)" in line
-    assert resident_bytes(model) == model.stat().st_size
+    # Some pages may have been taken back by now: this says that it was read, not that it stays.
+    assert resident_bytes(model) > 0.9 * model.stat().st_size
 
 
 @pytest.mark.parametrize("arguments", [(), ("--", "--direct-io")], ids=["resident", "direct"])
