@@ -301,7 +301,7 @@ class Desk:
             return backend, await backend.admit(self._park_s, again=again, by=by)
         except ReplacedError:
             name = backend.plan.name
-        heir = next((one for one in self._house if one.plan.name == name), None)
+        heir = self._house.named(name)
         if heir is None:
             message = f"{name} was taken out of the configuration"
             raise RefusedError(Refusal(503, message, "backend_unavailable"))

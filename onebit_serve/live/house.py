@@ -73,9 +73,13 @@ class House:
         """Go through the backends in order of start."""
         return iter(tuple(self._backends.values()))
 
+    def named(self, name: str) -> Backend | None:
+        """Return a backend by its name."""
+        return self._backends.get(name)
+
     def get(self, name: str) -> Backend | None:
         """Return a backend by its name, as it stands in a path."""
-        return self._backends.get(unquote(name))
+        return self.named(unquote(name))
 
     def views(self) -> tuple[BackendView, ...]:
         """Return what can be seen of the backends now."""

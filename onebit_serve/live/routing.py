@@ -150,11 +150,10 @@ class Routing:
     def _backend(self, name: str, plan: RoutingPlan) -> Backend | Refusal:
         """Return a backend by its name, or the default device's."""
         default = plan.backends[plan.routes.default]
-        for wanted in (name, default):
-            for backend in self._house:
-                if backend.plan.name == wanted:
-                    return backend
-        return Refusal(503, f"the backend {default} is not there", "backend_unavailable", 10)
+        backend = self._house.named(name) or self._house.named(default)
+        if backend is None:
+            return Refusal(503, f"the backend {default} is not there", "backend_unavailable", 10)
+        return backend
 
     async def explain(self, body: bytes) -> Page | Refusal:
         """Say where a request would go and why; it is neither counted nor remembered."""
