@@ -57,6 +57,8 @@ def test_who_waits_for_one_that_is_replaced_is_answered_by_the_new_one(serve, mo
     served = serve(backend("a", "load=0|60"), backend("b", "load=0|60")).ready()
     for name in ("a", "b"):
         os.kill(served.view(name)["pid"], signal.SIGKILL)
+    for name in ("a", "b"):  # a request that comes before the news is one of the dead child's
+        served.wait_view(name, lambda v: v["state"] != "ready")
     with ThreadPoolExecutor(4) as threads:
         asked = [threads.submit(served.ask, "a", f"number {n}") for n in range(3)]
         stranded = threads.submit(served.ask, "b")
