@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import itertools
 import os
 import re
 import shlex
@@ -36,6 +37,7 @@ from onebit_serve.core.caches import CACHES
 from onebit_serve.core.errors import OnebitError, UsageError
 from onebit_serve.core.report import against_itself
 from onebit_serve.core.results import Request, Results, merge
+from onebit_serve.live.device_lock import lock_name
 
 __all__ = [
     "Arm",
@@ -128,6 +130,17 @@ class Comparison(msgspec.Struct, frozen=True):
         """How many requests all of it is."""
         waves = self.settings.repeats * sum(self.settings.concurrency) * (2 if self.direct else 1)
         return len(self.every_arm) * self.loads * max(1, len(self.models)) * waves
+
+    @property
+    def locks(self) -> list[str]:
+        """The locks of the devices that the flags name; where none is named any may be chosen."""
+        named = set()
+        for arm in self.arms:
+            words = [*arm.flags, *self.arguments]
+            devices = {a for flag, a in itertools.pairwise(words) if flag == "--device"}
+            devices |= {word[len("--device=") :] for word in words if word.startswith("--device=")}
+            named |= {lock_name(device) for device in devices or {"auto"}}
+        return sorted(named)
 
 
 def parse_arm(text: str) -> Arm:

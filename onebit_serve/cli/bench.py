@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -238,8 +239,11 @@ def ab(arm_texts: tuple[str, ...], models: tuple[str, ...], **options: Any) -> i
     Everything after `--` is given to `1bit serve`, for every arm. Each arm, load, model and
     concurrency gets a fresh server on a free port. Says request 1 against the best later one, the
     arms against the first, and what the first arm differs by from itself.
+
+    Exits 4 when another measurement or a gate holds the device.
     """
     from onebit_serve.bench import arms
+    from onebit_serve.live.device_lock import device_lock
 
     if not arm_texts:
         raise UsageError("no --arm", hint='--arm cold="ONEBIT_NO_WARMUP=1" --arm warm=""')
@@ -266,7 +270,10 @@ def ab(arm_texts: tuple[str, ...], models: tuple[str, ...], **options: Any) -> i
     )
     shown = Progress(wanted.requests)
     session = arms.Session(wanted, shown.told, shown.began)
-    return measured(session.run, lambda: session.results, output, form, shown, session.kill)
+    with contextlib.ExitStack() as held:
+        for name in wanted.locks:
+            held.enter_context(device_lock(name, "1bit bench-serve ab"))
+        return measured(session.run, lambda: session.results, output, form, shown, session.kill)
 
 
 def _settings(options: dict[str, Any], models: tuple[str, ...]) -> Settings:

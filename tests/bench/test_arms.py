@@ -69,6 +69,19 @@ def test_the_first_arm_is_measured_against_itself_unless_told_not_to():
     assert [arm.tag for arm in comparison("a=", "b=").every_arm] == ["a", "b"]
 
 
+@pytest.mark.parametrize(
+    ("arms", "arguments", "locks"),
+    [
+        (("a=",), (), ["accelerator"]),
+        (("a=", "b=--no-warmup"), ("--device", "cpu"), ["cpu"]),
+        (("a=--device=cpu", "b=--device vulkan"), (), ["accelerator", "cpu"]),
+        (("a=--device=cpu", "b="), (), ["accelerator", "cpu"]),
+    ],
+)
+def test_the_devices_that_the_arms_use_are_locked(arms, arguments, locks):
+    assert comparison(*arms, arguments=arguments).locks == locks
+
+
 def test_all_requests_are_counted_beforehand():
     settings = {"concurrency": (1, 4), "repeats": 3}
     wanted = comparison("a=", "b=", loads=2, noise=True, direct=True, settings=settings)

@@ -16,8 +16,9 @@ from tiny_server import TinyServer
 
 from onebit_serve.cli.bench import command
 from onebit_serve.core import results
-from onebit_serve.core.errors import OnebitError, UsageError
+from onebit_serve.core.errors import NotRunError, OnebitError, UsageError
 from onebit_serve.core.results import Request, Results
+from onebit_serve.live.device_lock import device_lock
 
 TINY = str(Path(__file__).parent / "tiny_server.py")
 SERVER = f"{sys.executable} {TINY}"
@@ -295,6 +296,12 @@ def test_arms_are_compared_with_their_noise(tmp_path, capsys):
     assert {run.tag for run in found.runs} == {"cold", "warm", "cold again"}
     assert found.runs[0].flags == ("--first", "0.05", "-m", "M.gguf")
     assert bench("compare", str(out)) == 0
+
+
+def test_a_device_that_is_being_measured_is_left_alone():
+    words = ("ab", "--arm", "a=", "--server", SERVER, "--", "--device", "cpu")
+    with device_lock("cpu", "1bit gate full"), pytest.raises(NotRunError, match="1bit gate full"):
+        bench(*words)
 
 
 def test_a_file_that_cannot_be_replaced_is_printed_instead(tmp_path, capsys, monkeypatch):
