@@ -83,7 +83,7 @@ class Climb(msgspec.Struct, frozen=True):
     ladder: Ladder = Ladder()
     is_planned: bool = False
     assumed_first_s: float = 0.0
-    idle_max_s: float = 0.5
+    idle_max_s: float = 1.0
 
     def before(self, budget_left_s: float) -> tuple[Climb, Request | None]:
         """Return what to send next before ready, `None` when nothing more fits the budget.
@@ -231,7 +231,7 @@ def begin(
     first_prompt_tokens: int = 0,
     first_decode_tokens: int = 1,
     first_step_s: float = 0.0,
-    idle_max_s: float = 0.5,
+    idle_max_s: float = 1.0,
 ) -> Climb:
     """Return a climb that has not planned yet.
 

@@ -197,7 +197,7 @@ def climb(
     budget_s: float,
     *,
     done: Iterable[Shape] = (),
-    idle_max_s: float = 0.5,
+    idle_max_s: float = 1.0,
 ) -> Ladder:
     """Plan the warm-up of one backend.
 

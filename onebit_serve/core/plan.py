@@ -60,7 +60,7 @@ class WarmUp(msgspec.Struct, frozen=True):
     skip: str = ""
     budget_s: float = 0.0
     idle: bool = False
-    idle_max_s: float = 0.5
+    idle_max_s: float = 1.0
 
 
 class BackendPlan(msgspec.Struct, frozen=True):

@@ -37,7 +37,7 @@ def test_the_defaults_are_the_documented_ones():
     warmup = config.warmup
     assert (warmup.enabled, warmup.idle, warmup.devices) == (True, True, None)
     assert (warmup.prompt_tokens, warmup.decode_tokens) == (465, 8)
-    assert (warmup.deadline_s, warmup.budget_s, warmup.idle_max_ms) == (300, 3, 500)
+    assert (warmup.deadline_s, warmup.budget_s, warmup.idle_max_ms) == (300, 3, 1000)
 
 
 def test_a_file_sets_keys_of_every_kind():
