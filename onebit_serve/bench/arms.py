@@ -177,14 +177,14 @@ class Session:
     Args:
         comparison: What to do.
         told: Called with every request that has ended.
-        began: Called when a server is started, with arm and load.
+        began: Called when a server is started, with what it is for.
     """
 
     def __init__(
         self,
         comparison: Comparison,
         told: Callable[[Request], None] = lambda _: None,
-        began: Callable[[str, int], None] = lambda _tag, _load: None,
+        began: Callable[[str], None] = lambda _what: None,
     ) -> None:
         self._comparison = comparison
         self._told = told
@@ -217,7 +217,8 @@ class Session:
 
     async def _one(self, arm: Arm, load: int, model: str, concurrency: int) -> None:
         wanted = self._comparison
-        self._began(arm.tag, load)
+        cell = f"{Path(model).stem + ', ' if model else ''}{concurrency} at once"
+        self._began(f"arm {arm.tag}, load {load} of {wanted.loads}: {cell}")
         flags = put_together(arm.flags, ("-m", model) if model else (), wanted.arguments)
         if wanted.page_cache == "drop":
             forget(_model_files(flags))

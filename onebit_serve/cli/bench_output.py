@@ -164,7 +164,7 @@ def draw(tables: Sequence[report.Table], notes: Sequence[str]) -> None:
 
 
 class Progress:
-    """A bar on a terminal, nothing elsewhere.
+    """A bar on a terminal; elsewhere a line for each server that is started.
 
     Args:
         total: Requests in all.
@@ -188,9 +188,11 @@ class Progress:
         self._task = self.bar.add_task("starting", total=total)
         self._errors = 0
 
-    def began(self, tag: str, load: int) -> None:
+    def began(self, what: str) -> None:
         """Show which server is being started."""
-        self.bar.update(self._task, description=f"{tag}, load {load}: starting")
+        if self.bar.disable:
+            click.echo(what, err=True)
+        self.bar.update(self._task, description=f"{what}: starting")
 
     def told(self, request: results.Request) -> None:
         """Show one more request."""
