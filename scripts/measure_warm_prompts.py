@@ -6,7 +6,8 @@
     python scripts/measure_warm_prompts.py restart NAME=MODEL.gguf ...
 
 Starts llama-servers of its own (`--llama-server`, else the one on PATH) on loopback, on the CPU,
-and prints Markdown tables. `ttft` runs a cold and a warm server side by side and takes turns.
+and prints Markdown tables. `ttft` runs a cold and a warm server side by side and takes turns, then
+both anew.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import msgspec
 import psutil
 import trio
 
@@ -51,6 +53,7 @@ SENTENCE = "Rule {n}: answer in the language of the question, be brief, and neve
 QUESTION = "What is rule {n} about, in one word?"
 OK = 200
 SLOTS = 8
+ARMS = ("cold", "warm", "limit")
 PIDS: dict[int, int] = {}  # of the servers, by port
 
 
@@ -151,6 +154,18 @@ def cpu_s(port: int) -> float:
     return times.user + times.system
 
 
+class Waves(msgspec.Struct):
+    """What the waves of one cell took, by arm.
+
+    Args:
+        times_s: Seconds of each request.
+        spent_s: CPU seconds of a request, the mean of each wave.
+    """
+
+    times_s: dict[str, list[float]] = {}
+    spent_s: dict[str, list[float]] = {}
+
+
 async def wave(
     port: int, system: str, at_once: int, texts: itertools.count[int], spent: list[float]
 ) -> list[float]:
@@ -177,38 +192,49 @@ async def ttft(models: dict[str, str], options: argparse.Namespace) -> None:
     The processor's time of a request beside its wall time: other work on the machine does not
     lengthen it much.
     """
-    arms = ("cold", "warm", "limit")
-    columns = [f"{arm} {what}ms" for what in ("", "CPU ") for arm in arms]
-    head("model", "prompt", "at once", *columns, "warm / limit CPU")
-    texts = itertools.count(100)
+    columns = [f"{arm} {what}ms" for what in ("", "CPU ") for arm in ARMS]
+    head("model", "prompt", "at once", *columns, "warm / limit", "warm / limit CPU")
     for name, model in models.items():
-        context = SLOTS * (max(options.tokens) + 256)
-        flags = ("-np", str(SLOTS), "-c", str(context), "-cram", "0", "-t", str(options.threads))
-        async with (
-            server(options.llama_server, model, *flags) as cold_port,
-            server(options.llama_server, model, *flags) as warm_port,
-        ):
-            for tokens in options.tokens:
-                system = await prompt_of(warm_port, tokens)
-                one = warmer(warm_port, system, host=False)
-                await one.clear()
-                await one.warm()
-                for at_once in options.at:
-                    times: dict[str, list[float]] = {arm: [] for arm in arms}
-                    spent: dict[str, list[float]] = {arm: [] for arm in arms}
-                    for turn in range(options.repeats):
-                        await warmer(cold_port, system).clear()
-                        salted = f"{turn} {system}"
-                        for arm, port, said in (
-                            ("cold", cold_port, salted),
-                            ("warm", warm_port, system),
-                            ("limit", cold_port, salted),
-                        ):
-                            times[arm] += await wave(port, said, at_once, texts, spent[arm])
-                    medians = [statistics.median(times[arm]) for arm in arms]
-                    means = [statistics.mean(spent[arm]) for arm in arms]
-                    cells = [f"{1000 * value:.0f}" for value in (*medians, *means)]
-                    row(name, tokens, at_once, *cells, f"{means[1] / means[2]:.2f}")
+        found = dict[tuple[int, int], Waves]()
+        for _ in range(options.servers):
+            await pair_of_servers(model, options, found)
+        for (tokens, at_once), waves in found.items():
+            medians = [statistics.median(waves.times_s[arm]) for arm in ARMS]
+            means = [statistics.mean(waves.spent_s[arm]) for arm in ARMS]
+            cells = [f"{1000 * value:.0f}" for value in (*medians, *means)]
+            of_limit = [f"{warm / limit:.2f}" for _, warm, limit in (medians, means)]
+            row(name, tokens, at_once, *cells, *of_limit)
+
+
+async def pair_of_servers(
+    model: str, options: argparse.Namespace, found: dict[tuple[int, int], Waves]
+) -> None:
+    """Measure every prompt and concurrency on a cold and a warm server of their own."""
+    texts = itertools.count(100)
+    context = SLOTS * (max(options.tokens) + 256)
+    flags = ("-np", str(SLOTS), "-c", str(context), "-cram", "0", "-t", str(options.threads))
+    async with (
+        server(options.llama_server, model, *flags) as cold_port,
+        server(options.llama_server, model, *flags) as warm_port,
+    ):
+        for tokens in options.tokens:
+            system = await prompt_of(warm_port, tokens)
+            one = warmer(warm_port, system, host=False)
+            await one.clear()
+            await one.warm()
+            for at_once in options.at:
+                waves = found.setdefault((tokens, at_once), Waves())
+                for turn in range(max(1, options.repeats // at_once)):
+                    await warmer(cold_port, system).clear()
+                    salted = f"{turn} {system}"
+                    for arm, port, said in (
+                        ("cold", cold_port, salted),
+                        ("warm", warm_port, system),
+                        ("limit", cold_port, salted),
+                    ):
+                        spent_s = waves.spent_s.setdefault(arm, [])
+                        took_s = await wave(port, said, at_once, texts, spent_s)
+                        waves.times_s.setdefault(arm, []).extend(took_s)
 
 
 async def personas(models: dict[str, str], options: argparse.Namespace) -> None:
@@ -270,7 +296,8 @@ def main() -> None:
     parser.add_argument("--llama-server", default=shutil.which("llama-server"))
     parser.add_argument("--tokens", type=numbers, default=[500])
     parser.add_argument("--at", type=numbers, default=[1, 4, 8])
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=4, help="requests a cell, in waves (4)")
+    parser.add_argument("--servers", type=int, default=2, help="pairs of servers, in turn (2)")
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
     if not options.llama_server:
