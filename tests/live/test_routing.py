@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -318,10 +317,7 @@ def test_a_reload_takes_another_policy_over_and_keeps_what_is_known(
 
 
 def test_the_real_laya_serve_is_a_scorer(start: Start) -> None:
-    program = os.environ.get("LAYA_SERVE_UNDER_TEST") or shutil.which("laya-serve")
-    if not program:
-        pytest.skip("laya-serve is not installed: pip install laya-serve==0.2.1 in some venv, and "
-                    "name it by LAYA_SERVE_UNDER_TEST")  # fmt: skip
+    program = str(Path(sys.executable).with_name("laya-serve"))
     variables = {"ONEBIT_LAYA_COMMAND": program, "LAYA_SERVE_BACKEND": "fake"}
     front = start(environment=variables).ready()
     scorer = until(

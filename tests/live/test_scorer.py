@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -153,10 +152,7 @@ async def test_a_daemon_answers_many_questions_at_once_by_their_id() -> None:
 
 
 async def test_the_fake_backend_of_laya_serve_speaks_the_same_protocol() -> None:
-    program = os.environ.get("LAYA_SERVE_UNDER_TEST") or shutil.which("laya-serve")
-    if not program:
-        pytest.skip("laya-serve is not installed: pip install laya-serve==0.2.1 in some venv, and "
-                    "name it by LAYA_SERVE_UNDER_TEST")  # fmt: skip
+    program = str(Path(sys.executable).with_name("laya-serve"))
     port = free_port()
     command = [program, "--host", "127.0.0.1", "--port", str(port)]
     async with http_server(command, port, LAYA_SERVE_BACKEND="fake") as (request, _):
