@@ -236,7 +236,8 @@ def plain(tables: Iterable[Table], lines: Iterable[str] = ()) -> str:
 def differences(runs: Sequence[Run]) -> tuple[str, ...]:
     """Return what else differs between arms and so may explain a gain: settings, machine, server.
 
-    Flags and variables are what an arm is, so they are not named.
+    Flags and variables are what an arm is, so they are not named. What all arms have alike, such as
+    two models in each, explains nothing.
     """
     seen: dict[str, dict[str, list[str]]] = {}
     for run in runs:
@@ -252,7 +253,8 @@ def differences(runs: Sequence[Run]) -> tuple[str, ...]:
         f"the arms differ in {key}: "
         + "; ".join(f"{value or 'none'} ({', '.join(tags)})" for value, tags in values.items())
         for key, values in seen.items()
-        if len(values) > 1 and key not in ("setting concurrency", "setting prompt_tokens")
+        if len({tuple(sorted(tags)) for tags in values.values()}) > 1
+        and key not in ("setting concurrency", "setting prompt_tokens")
     )
 
 

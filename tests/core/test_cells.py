@@ -215,6 +215,18 @@ def test_what_else_differs_between_arms_is_said_and_what_an_arm_is_is_not():
     )
 
 
+def test_two_models_in_every_arm_are_no_difference_between_arms():
+    runs = [
+        Run(id=tag + model, tag=tag, started="", url="", settings={"models": [model]})
+        for tag in ("cold", "warm")
+        for model in ("m1", "m2")
+    ]
+    assert report.differences(runs) == ()
+    assert report.differences(runs[:3]) == (
+        "the arms differ in setting models: m1 (cold, warm); m2 (cold)",
+    )
+
+
 def test_facts_name_settings_machine_files_and_what_is_incomplete():
     run = Run(
         id="1",
