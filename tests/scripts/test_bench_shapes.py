@@ -8,11 +8,14 @@ from random import Random
 
 import pytest
 
-FOLDER = Path(__file__).resolve().parents[2] / "scripts"
-sys.path.insert(0, str(FOLDER))
-import bench_shapes as bench  # noqa: E402
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+PLACES = [str(SCRIPTS), str(SCRIPTS / "bench_shapes")]
+sys.path[:0] = PLACES
+import hrx as bench  # noqa: E402
+import vulkan  # noqa: E402
 
-sys.path.remove(str(FOLDER))
+for place in PLACES:
+    sys.path.remove(place)
 
 
 def test_a_prompt_needs_the_full_micro_batch_and_the_rest():
@@ -35,7 +38,7 @@ def test_more_budget_reaches_no_less(kind):
 
 def test_a_table_has_the_medians_of_first_and_second():
     found = {"a": {8: [(1.0, 0.1), (3.0, 0.3)]}, "b": {8: [(0.5, 0.25)]}}
-    table = bench.first_second("t", found, ("a", "b"))
+    table = vulkan.first_second("t", found, ("a", "b"))
     assert table.rows == (("8", "2000 / 200", "500 / 250"),)
 
 
