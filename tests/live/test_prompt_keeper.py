@@ -242,6 +242,16 @@ def test_a_real_llama_server_keeps_them_too(start, real_llama_server, kind):
     assert cached(front, "first again", TWO) >= shown["entries"][1]["tokens"] - 1
 
 
+def test_a_real_chat_model_is_served_with_its_prompt_in_the_cache(
+    start, smollm2, real_llama_server
+):
+    one_slot = ("-m", smollm2, "-np", "1", "-c", "2048")
+    front = start(*one_slot, program=real_llama_server, systems=(ONE,))
+    (entry,) = wait_warm(front, 1)["entries"]
+    for text in ("hello", " space", "\nline", "\ttab", "😀", '"quoted"'):
+        assert cached(front, text) >= entry["tokens"] - 1, text
+
+
 def test_what_a_real_llama_server_lost_in_its_sleep_is_put_back(start, real_llama_server):
     sleepy = ("-c", "4096", "-t", "1", "--sleep-idle-seconds", "1")
     front = start(*sleepy, program=real_llama_server, systems=(ONE, TWO))
