@@ -20,7 +20,7 @@ from onebit_serve.core.config import Config, with_environment
 from onebit_serve.core.errors import OnebitError, UsageError
 from onebit_serve.live.doorkeeper import read_keys
 
-__all__ = ["Asked", "Door", "UnreachableError", "find", "server_options"]
+__all__ = ["Asked", "Door", "UnreachableError", "find", "named", "server_options"]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _CONNECT_LIMIT_S = 10.0
@@ -98,6 +98,18 @@ class Door(msgspec.Struct, frozen=True):
         with self._asking(path) as (response, _):
             return Asked(response.status, response.read())
 
+    def status(self) -> dict[str, Any]:
+        """Return what `/v1/status` says.
+
+        Raises:
+            OnebitError: Nobody answers, it wants a key, or is no `1bit serve`.
+        """
+        answer = self.get("/v1/status")
+        said = answer.data()
+        if not isinstance(said, dict) or "backends" not in said:
+            raise UnreachableError(f"{self.url}: {answer.complaint()}", hint="check --url")
+        return said
+
     def post(self, path: str, body: object = None) -> Asked:
         """Send JSON, and wait for as long as real work takes.
 
@@ -156,6 +168,23 @@ class Door(msgspec.Struct, frozen=True):
             ) from None
         finally:
             connection.close()
+
+
+def named(backends: list[dict[str, Any]], name: str | None) -> list[dict[str, Any]]:
+    """Return the backend of a name, or all of them without one.
+
+    Args:
+        backends: Of a status.
+        name: Which one is meant.
+
+    Raises:
+        UsageError: There is none of that name.
+    """
+    found = [one for one in backends if name in (None, one.get("name"))]
+    if name is not None and not found:
+        known = ", ".join(str(one.get("name")) for one in backends) or "none"
+        raise UsageError(f"there is no backend {name}", hint=f"the backends are {known}")
+    return found
 
 
 def find(

@@ -6,13 +6,12 @@ import contextlib
 import os
 import sys
 import threading
-from typing import Any
 from urllib.parse import quote
 
 import click
 
 from onebit_serve.cli import ask
-from onebit_serve.core.errors import OnebitError, UsageError
+from onebit_serve.core.errors import OnebitError
 
 __all__ = ["command"]
 
@@ -46,7 +45,7 @@ def command(
     Where there are several, each line begins with the backend's name.
     """
     door = ask.find(url, config, api_key_file, os.environ)
-    names = _names(door, name)
+    names = [str(one["name"]) for one in ask.named(door.status()["backends"], name)]
     printer = _Printer(with_names=len(names) > 1)
     query = f"?lines={lines}" + ("&follow=1" if follow else "")
     paths = [(one, f"/v1/backends/{quote(one, safe='')}/logs{query}") for one in names]
@@ -66,21 +65,6 @@ def command(
     if printer.closed:
         _forget_stdout()
         context.exit(_EXIT_FAILED)
-
-
-def _names(door: ask.Door, name: str | None) -> list[str]:
-    answer = door.get("/v1/status")
-    said: Any = answer.data()
-    if not isinstance(said, dict) or "backends" not in said:
-        raise ask.UnreachableError(f"{door.url}: {answer.complaint()}", hint="check --url")
-    names = [str(one["name"]) for one in said["backends"]]
-    if name is None:
-        return names
-    if name not in names:
-        raise UsageError(
-            f"there is no backend {name}", hint=f"the backends are {', '.join(names) or 'none'}"
-        )
-    return [name]
 
 
 class _Printer:

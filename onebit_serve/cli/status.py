@@ -9,7 +9,6 @@ from typing import Any
 import click
 
 from onebit_serve.cli import ask
-from onebit_serve.core.errors import UsageError
 
 __all__ = ["command"]
 
@@ -52,27 +51,14 @@ def command(
     is ready, 1 when it is not or nobody answers.
     """
     door = ask.find(url, config, api_key_file, os.environ)
-    answer = door.get("/v1/status")
-    said = answer.data()
-    if not isinstance(said, dict) or "backends" not in said:
-        raise ask.UnreachableError(f"{door.url}: {answer.complaint()}", hint="check --url")
-    backends = _named(said["backends"], name)
+    said = door.status()
+    backends = ask.named(said["backends"], name)
     if as_json:
         sys.stdout.buffer.write(_json(backends[0] if name else said) + b"\n")
     else:
         _show(door.url, said, backends, every=name is not None)
     ready = backends[0].get("state") == "ready" if name else said.get("status") == "ok"
     context.exit(0 if ready else _NOT_READY)
-
-
-def _named(backends: list[dict[str, Any]], name: str | None) -> list[dict[str, Any]]:
-    if name is None:
-        return backends
-    found = [one for one in backends if one.get("name") == name]
-    if not found:
-        known = ", ".join(str(one.get("name")) for one in backends) or "none"
-        raise UsageError(f"there is no backend {name}", hint=f"the backends are {known}")
-    return found
 
 
 def _json(value: object) -> bytes:

@@ -136,10 +136,7 @@ def _target(
 
 
 def _only(backends: list[dict[str, Any]], name: str | None) -> dict[str, Any]:
-    named = [one for one in backends if name in (None, one.get("name"))]
-    if not named:
-        known = ", ".join(str(one.get("name")) for one in backends)
-        raise UsageError(f"there is no backend {name}", hint=f"the backends are {known}")
+    named = ask.named(backends, name)
     if len(backends) > 1:
         raise UsageError(
             f"that server has {len(backends)} backends, which share a machine",

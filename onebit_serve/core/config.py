@@ -157,8 +157,8 @@ class Warmup(msgspec.Struct, frozen=True):
         deadline_s: Seconds until one that still progresses is cancelled; 0 is no limit.
         budget_s: Seconds that further shapes may take before ready.
         idle: Warm the remaining shapes while the backend is idle.
-        idle_max_ms: Longest idle prefill in predicted milliseconds; 0 is no limit. A full micro-batch
-            of 512 tokens at the speed of a 27B model on HRX (1.5 ms a token) is within it.
+        idle_max_ms: Longest idle prefill in predicted milliseconds; 0 is no limit. 512 tokens at
+            the speed of a 27B model on HRX (1.5 ms a token) are within it.
     """
 
     enabled: Switch = True
