@@ -1,11 +1,12 @@
 """Lazy backends leave: those nobody uses any more, and those whose memory another one needs.
 
     unload_when_idle   one task for each that has an `idle_s`
-    Room               starts a lazy backend for a request, after making room for it where it must
+    Room               starts a lazy backend, after making room for it where it must
 
 Nothing here stops a backend that has work. It asks the backend's own task to stop "if idle", which
 looks at the moment it does so; a request that came in between keeps it, and the choice is made
-anew.
+anew. One that is never idle on its own is held after a while: its new requests wait in line until
+those that run have ended and the other backend had its turn.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ _NOTICE_S = 1.0
 _RETURN_S = 10.0  # drivers give memory back some time after the process is gone
 _POLL_S = 0.2
 _LIST_S = 10.0
+_PATIENCE_S = 30.0  # longer than most replies, so that few are held up for another backend
 _BESIDES_WEIGHTS = 1.1  # compute buffers and a modest cache
 
 Free = Callable[[BackendPlan], Awaitable["int | None"]]
@@ -46,7 +48,7 @@ def resident(backend: Backend) -> Resident | None:
         name=view.name,
         ready_s=time.monotonic() - view.since_s,
         last_end_s=backend.last_end_s,
-        in_flight=view.in_flight + view.waiting + view.abandoned,
+        in_flight=view.in_flight + view.abandoned + (0 if backend.held else view.waiting),
         kept=not backend.plan.lazy or limits.pin,
         idle_s=limits.idle_s if backend.plan.lazy else 0.0,
     )
@@ -79,7 +81,7 @@ async def _stopped(backend: Backend) -> bool:
 
 
 class Room:
-    """Starts lazy backends for requests, and makes room for them.
+    """Starts lazy backends, and makes room for them.
 
     Args:
         backends: Returns all backends.
@@ -100,21 +102,28 @@ class Room:
         self._nursery = nursery
         self._free = free or free_bytes
         self._pending: set[Backend] = set()
+        self._ordered: set[Backend] = set()
 
-    def start(self, backend: Backend, by: str) -> None:
-        """Start a backend that a request waits for.
+    def start(self, backend: Backend, by: str = "", *, ordered: bool = False) -> None:
+        """Start a backend as soon as there is room.
 
         Args:
             backend: It.
             by: Who picked it, for the log.
+            ordered: Whether a person wants it, not only the requests that wait for it.
         """
-        if backend in self._pending:
-            return
-        if not backend.plan.lazy or not self._others(backend):
+        if not backend.plan.lazy or not (backend in self._pending or self._others(backend)):
             backend.want(by)
             return
-        self._pending.add(backend)
-        self._nursery.start_soon(self._start, backend, by)
+        if ordered:
+            self._ordered.add(backend)
+        if backend not in self._pending:
+            self._pending.add(backend)
+            self._nursery.start_soon(self._start, backend, by)
+
+    def forget(self, backend: Backend) -> None:
+        """Take back the order to start a backend; one that requests wait for is started still."""
+        self._ordered.discard(backend)
 
     def _others(self, backend: Backend) -> list[Backend]:
         """Return the lazy backends that share its memory and hold some, or will.
@@ -132,13 +141,40 @@ class Room:
         ]
 
     async def _start(self, backend: Backend, by: str) -> None:
+        def is_wanted() -> bool:
+            return backend in self._ordered or backend.view().waiting > 0
+
+        held: list[Backend] = []
+        patient_until_s = time.monotonic() + _PATIENCE_S
         try:
             while not await self._has_room(backend):
-                if not backend.view().waiting:
-                    return  # who wanted it has left
+                if not is_wanted():
+                    return
+                if time.monotonic() > patient_until_s:
+                    held += self._hold_one(backend, but=held)
+            if is_wanted():
+                backend.want(by)
+                await backend.wait_for(lambda v: v.state is not State.STOPPED)
         finally:
             self._pending.discard(backend)
-        backend.want(by)
+            self._ordered.discard(backend)
+            for other in held:
+                other.release()
+
+    def _hold_one(self, backend: Backend, *, but: Iterable[Backend]) -> list[Backend]:
+        """Let one that works take no further requests: the one that has been ready for longest."""
+        if any(other.view().in_flight for other in but):
+            return []
+        busy = [b for b in self._others(backend) if (r := resident(b)) and not r.kept]
+        busy = [b for b in busy if not b.held]
+        if not busy:
+            return []
+        victim = max(busy, key=lambda b: b.view().since_s)
+        victim.held = True
+        self._log.say(
+            f"{victim.plan.name} takes no further requests until {backend.plan.name} had its turn"
+        )
+        return [victim]
 
     async def _has_room(self, backend: Backend) -> bool:
         """Say whether there is room; if not, unload one that may go or wait a moment."""

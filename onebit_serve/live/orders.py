@@ -60,8 +60,9 @@ class Orders:
             return self.no_such_backend(order.backend)
         match order.verb:
             case "start":
-                backend.want()
+                self._house.room.start(backend, ordered=True)
             case "stop":
+                self._house.room.forget(backend)
                 backend.halt()
             case "restart":
                 backend.halt()

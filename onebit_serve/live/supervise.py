@@ -157,6 +157,14 @@ class Backend:
         """
         self._post(machine.Halted(if_idle), _ANYBODY)
 
+    def release(self) -> None:
+        """Hold it no longer: let those in line go, or start it for them where it was stopped."""
+        self.held = False
+        if self._life.state is State.READY:
+            self._move_line()
+        elif self._line:
+            self.starter(self, "")
+
     def hand_over(self) -> None:
         """Send those in line, and all who come, to the backend that took this one's place."""
         self._replaced = True
@@ -225,9 +233,10 @@ class Backend:
 
     @property
     def idle(self) -> bool:
-        """Whether it is ready and nobody has or wants anything of it."""
+        """Whether it is ready and nobody has, or may have now, anything of it."""
         ready = self._life.state is State.READY
-        return ready and not (self._leases or self._line or self._abandoned)
+        waiting = self._line and not self.held
+        return ready and not (self._leases or waiting or self._abandoned)
 
     async def admit(self, park_s: float, *, again: bool = False, by: str = "") -> Lease:
         """Return the right to send a request, after a wait in line where it takes one.

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,13 @@ from llama_process import DEADLINE_S, until
 
 from onebit_serve.cli.prepare import prepare
 from onebit_serve.core.life import State
+from onebit_serve.core.plan import Plan
+from onebit_serve.core.route import Order
 from onebit_serve.live.house import House
 from onebit_serve.live.idle import Room
 from onebit_serve.live.lease import RefusedError
 from onebit_serve.live.log import Log
+from onebit_serve.live.orders import Orders
 
 CHAT = "/v1/chat/completions"
 GIB = 1 << 30
@@ -233,69 +237,108 @@ def plan(fake_llama: str, tiny_models: Path, tmp_path: Path, monkeypatch: pytest
     return make
 
 
-async def test_the_least_recently_used_makes_room_for_the_next(plan) -> None:
-    memory = Memory()
+@contextlib.asynccontextmanager
+async def housed(plan: Plan, memory: Memory) -> AsyncIterator[tuple[House, trio.Nursery]]:
+    """Run a house whose devices have this memory, and stop it at the end."""
     async with trio.open_nursery() as nursery:
-        house = memory.house = House(plan(), Log(), nursery)
+        house = memory.house = House(plan, Log(), nursery)
         house.room = Room(house.__iter__, Log(), nursery, memory.free)
         for backend in house:
             backend.starter = house.room.start
-        first, second = house.get("GPU0"), house.get("GPU1")
         with trio.fail_after(DEADLINE_S):
-            lease = await first.admit(30)
-            answered = trio.Event()
-
-            async def want_second() -> None:
-                (await second.admit(30)).end(whole=True)
-                answered.set()
-
-            nursery.start_soon(want_second)
-            while memory.asked < 3:  # noqa: ASYNC110 - it has looked, and looked again
-                await trio.sleep(0.01)
-            assert second.view().waiting == 1
-            assert first.view().state is State.READY  # in use: it is not stopped
-            assert second.view().state is State.STOPPED
-            lease.end(whole=True)
-            await second.wait_for(lambda v: v.state is State.READY)
-            assert first.view().state is State.STOPPED
-            assert memory.late == 0  # its memory was waited for
-            await answered.wait()
-        await house.stop()
+            yield house, nursery
+            await house.stop()
         nursery.cancel_scope.cancel()
+
+
+async def test_the_least_recently_used_makes_room_for_the_next(plan) -> None:
+    memory = Memory()
+    async with housed(plan(), memory) as (house, nursery):
+        first, second = house.get("GPU0"), house.get("GPU1")
+        lease = await first.admit(30)
+        answered = trio.Event()
+
+        async def want_second() -> None:
+            (await second.admit(30)).end(whole=True)
+            answered.set()
+
+        nursery.start_soon(want_second)
+        while memory.asked < 3:  # noqa: ASYNC110 - it has looked, and looked again
+            await trio.sleep(0.01)
+        assert second.view().waiting == 1
+        assert first.view().state is State.READY  # in use: it is not stopped
+        assert second.view().state is State.STOPPED
+        lease.end(whole=True)
+        await second.wait_for(lambda v: v.state is State.READY)
+        assert first.view().state is State.STOPPED
+        assert memory.late == 0  # its memory was waited for
+        await answered.wait()
+
+
+async def test_one_that_is_never_idle_is_held_so_that_another_has_its_turn(
+    plan, monkeypatch
+) -> None:
+    monkeypatch.setattr("onebit_serve.live.idle._PATIENCE_S", 0.0)
+    memory = Memory()
+    async with housed(plan(), memory) as (house, nursery):
+        first, second = house.get("GPU0"), house.get("GPU1")
+        answered: list[str] = []
+
+        async def want(backend: Any) -> None:
+            (await backend.admit(30)).end(whole=True)
+            answered.append(backend.plan.name)
+
+        lease = await first.admit(30)
+        nursery.start_soon(want, second)
+        while not first.held:  # noqa: ASYNC110 - it tells nobody
+            await trio.sleep(0.01)
+        nursery.start_soon(want, first)  # comes while it is held: it waits its own turn
+        while not first.view().waiting:  # noqa: ASYNC110 - it tells nobody
+            await trio.sleep(0.01)
+        lease.end(whole=True)
+        while len(answered) < 2:  # noqa: ASYNC110 - as above
+            await trio.sleep(0.01)
+        assert answered == ["GPU1", "GPU0"]
+        assert not first.held
+
+
+async def test_a_start_by_order_makes_room_too_and_a_stop_takes_it_back(plan) -> None:
+    memory = Memory()
+    async with housed(plan(), memory) as (house, _):
+        first, second = house.get("GPU0"), house.get("GPU1")
+        orders = Orders(house, lambda: house.plan, Log())
+        lease = await first.admit(30)
+        await orders.obey(Order("start", "GPU1"))
+        while memory.asked < 3:  # noqa: ASYNC110 - it has looked, and looked again
+            await trio.sleep(0.01)
+        await orders.obey(Order("stop", "GPU1"))
+        while house.room._pending:  # noqa: ASYNC110 - it tells nobody
+            await trio.sleep(0.01)
+        lease.end(whole=True)
+        assert first.view().state is State.READY
+        await orders.obey(Order("start", "GPU1"))
+        await second.wait_for(lambda v: v.state is State.READY)
+        assert first.view().state is State.STOPPED
 
 
 async def test_a_pinned_one_stays_and_the_next_is_started_all_the_same(plan) -> None:
     memory = Memory()
     memory.late = 0
-    async with trio.open_nursery() as nursery:
-        house = memory.house = House(plan("pin = true"), Log(), nursery)
-        house.room = Room(house.__iter__, Log(), nursery, memory.free)
-        for backend in house:
-            backend.starter = house.room.start
-        with trio.fail_after(DEADLINE_S):
-            (await house.get("GPU0").admit(30)).end(whole=True)
-            (await house.get("GPU1").admit(30)).end(whole=True)
-            assert house.get("GPU0").view().state is State.READY
-        await house.stop()
-        nursery.cancel_scope.cancel()
+    async with housed(plan("pin = true"), memory) as (house, _):
+        (await house.get("GPU0").admit(30)).end(whole=True)
+        (await house.get("GPU1").admit(30)).end(whole=True)
+        assert house.get("GPU0").view().state is State.READY
 
 
 async def test_nobody_is_unloaded_for_one_who_left(plan) -> None:
     memory = Memory()
-    async with trio.open_nursery() as nursery:
-        house = memory.house = House(plan(), Log(), nursery)
-        house.room = Room(house.__iter__, Log(), nursery, memory.free)
-        for backend in house:
-            backend.starter = house.room.start
+    async with housed(plan(), memory) as (house, _):
         first, second = house.get("GPU0"), house.get("GPU1")
-        with trio.fail_after(DEADLINE_S):
-            lease = await first.admit(30)
-            with pytest.raises(RefusedError):
-                await second.admit(0.2)
-            while house.room._pending:  # noqa: ASYNC110 - it tells nobody
-                await trio.sleep(0.01)
-            lease.end(whole=True)
-            assert first.view().state is State.READY
-            assert second.view().state is State.STOPPED
-        await house.stop()
-        nursery.cancel_scope.cancel()
+        lease = await first.admit(30)
+        with pytest.raises(RefusedError):
+            await second.admit(0.2)
+        while house.room._pending:  # noqa: ASYNC110 - it tells nobody
+            await trio.sleep(0.01)
+        lease.end(whole=True)
+        assert first.view().state is State.READY
+        assert second.view().state is State.STOPPED
