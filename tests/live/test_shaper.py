@@ -194,6 +194,18 @@ def test_a_synthetic_request_does_not_hold_up_a_stop(start):
     assert time.monotonic() - began_s < 8  # less than it takes to lose patience with a backend
 
 
+def test_a_synthetic_request_does_not_keep_a_lazy_backend_from_idling_out(start, tmp_path):
+    (tmp_path / "serve.toml").write_text("[backend]\nlazy = true\nidle_s = 2\n")
+    front = start("0", "1", scale=0.3, arguments=("--config", str(tmp_path / "serve.toml")))
+    front.wait_said("ready on")
+    complete(front, 465)
+    until(lambda: shapes(front).get("now"), "a synthetic request", LONG_S)
+    front.wait_said("is stopped: no request for 2 s")
+    assert front.backend()["state"] in ("stopping", "stopped")
+    complete(front, 465)  # it starts again, and nothing of the old plan is left to go on with
+    assert front.backend()["restarts"] == 1
+
+
 def test_a_backend_that_dies_under_a_synthetic_request_comes_back_and_is_warmed_anew(start):
     front = start("0", "1", scale=0.3, ONEBIT_WARMUP_IDLE_MAX_MS="0").ready()
     until(lambda: shapes(front).get("now"), "a synthetic request", LONG_S)
