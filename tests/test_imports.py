@@ -20,7 +20,7 @@ ROOT = Path(__file__).parent.parent / PACKAGE
 LAYOUT = re.findall(
     r"[\w.]+",
     """
-    core.errors core.facts core.gguf core.binary core.caches core.http
+    core.errors core.facts core.folders core.gguf core.binary core.caches core.http
     core.config core.presets core.options core.placement
     core.slots core.warm_prompts core.prompt_plan
     core.policy core.laya core.scorers core.routing core.limits core.plan core.shapes core.warmup

@@ -70,7 +70,7 @@ def _run(
     import trio
 
     from onebit_serve.core.gate.config import parse, select
-    from onebit_serve.gate.evidence import Evidence, state_folder
+    from onebit_serve.gate.evidence import Evidence, gate_folder
     from onebit_serve.gate.record import RECORDED
     from onebit_serve.gate.run import Order, run
     from onebit_serve.live import machine
@@ -84,7 +84,7 @@ def _run(
         chosen = [(model, tuple(c for c in run if c in RECORDED)) for model, run in chosen]
     program = machine.find_llama_server(binary, None, env)
     stamp = datetime.now(timezone.utc).strftime("%Y%m%d-%H%M%S")
-    folder = Path(report) if report else state_folder(env) / "reports" / stamp
+    folder = Path(report) if report else gate_folder(env) / "reports" / stamp
     order = Order(
         level,
         chosen,

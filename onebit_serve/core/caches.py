@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-__all__ = ["CACHES", "Cache", "CachePlan", "cache_root", "describe", "plan_caches"]
+__all__ = ["CACHES", "Cache", "CachePlan", "describe", "plan_caches"]
 
 
 class Cache(msgspec.Struct, frozen=True):
@@ -52,19 +52,6 @@ class CachePlan(msgspec.Struct, frozen=True):
     folders: tuple[str, ...] = ()
     look: tuple[tuple[str, str, str], ...] = ()
     off: tuple[str, ...] = ()
-
-
-def cache_root(env: Mapping[str, str]) -> str:
-    """Return the folder that all our caches lie in, or nothing where the environment has no place.
-
-    Args:
-        env: `XDG_CACHE_HOME` and `HOME` are read; a relative one counts as unset, as the XDG base
-            directory specification says.
-    """
-    base, home = env.get("XDG_CACHE_HOME", ""), env.get("HOME", "")
-    if not base.startswith("/"):
-        base = f"{home}/.cache" if home.startswith("/") else ""
-    return f"{base}/onebit" if base else ""
 
 
 def describe(plan: CachePlan, found: Sequence[str]) -> str:

@@ -10,10 +10,11 @@ from typing import Literal
 import msgspec
 
 from onebit_serve.core import options, presets
-from onebit_serve.core.caches import CachePlan, cache_root, plan_caches
+from onebit_serve.core.caches import CachePlan, plan_caches
 from onebit_serve.core.config import Backend, Config, Log, Server
 from onebit_serve.core.errors import UsageError, nearest
 from onebit_serve.core.facts import BinaryFacts, ModelFacts
+from onebit_serve.core.folders import cache_folder
 from onebit_serve.core.limits import Limits, limits_of
 from onebit_serve.core.placement import LOG_LEVEL
 from onebit_serve.core.presets import Preset
@@ -214,7 +215,7 @@ def _backend(
         backend = equip(backend, prompts, binary, environment)
     seen = {**environment, **backend.env}
     devices = f"{preset.word},hrx" if backend.prefill_device else preset.word
-    caches = plan_caches(devices, seen, root=cache_root(environment))
+    caches = plan_caches(devices, seen, root=cache_folder(environment))
     set_env = {**caches.set_env, **_set_env(backend, preset, environment, libhsa)}
     build = {"llama-server": _llama_server, "zinc": _zinc, "mlx": _mlx}[preset.kind]
     identity = served_id(backend, preset.kind)

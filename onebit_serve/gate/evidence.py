@@ -12,10 +12,11 @@ from pathlib import Path
 import msgspec
 
 from onebit_serve.core.errors import UsageError
+from onebit_serve.core.folders import state_folder
 from onebit_serve.core.gate.report import Run, as_json, as_junit, as_markdown
 from onebit_serve.core.gate.verdict import Result
 
-__all__ = ["Evidence", "Kept", "sha256", "state_folder", "write_whole"]
+__all__ = ["Evidence", "Kept", "gate_folder", "sha256", "write_whole"]
 
 _BLOCK_BYTES = 1 << 20
 
@@ -106,12 +107,9 @@ class Kept:
             write_whole(self._path, msgspec.json.encode(self.table))
 
 
-def state_folder(env: Mapping[str, str]) -> Path:
-    """Return the folder for what is kept between runs (XDG base directories)."""
-    base = env.get("XDG_STATE_HOME") or str(
-        Path(env.get("HOME", "~")).expanduser() / ".local/state"
-    )
-    return Path(base) / "onebit" / "gate"
+def gate_folder(env: Mapping[str, str]) -> Path:
+    """Return the folder for what is kept between runs; without HOME the user's own."""
+    return Path(state_folder(env) or Path("~/.local/state/onebit").expanduser()) / "gate"
 
 
 def sha256(paths: list[Path], kept: Kept) -> str:

@@ -25,7 +25,7 @@ from onebit_serve.core.gate.verdict import (
     result_line,
 )
 from onebit_serve.gate import programs, requests
-from onebit_serve.gate.evidence import Evidence, Kept, state_folder
+from onebit_serve.gate.evidence import Evidence, Kept, gate_folder
 from onebit_serve.gate.identify import MissingError, identify, model_path
 from onebit_serve.gate.record import RECORDED, record
 from onebit_serve.gate.serving import Client, ServerError, Subject, serving
@@ -119,7 +119,7 @@ class _Gate:
         self._starts = 0
         self._origins: dict[str, Origin] = {}
         self._done_s: dict[str, float] = {}
-        state = state_folder(env)
+        state = gate_folder(env)
         self._seconds = Kept(state / "seconds.json")
         self._hashes = Kept(state / "hashes.json")
         self._started = datetime.now(timezone.utc).isoformat(timespec="seconds")

@@ -14,6 +14,8 @@ from typing import TypeVar
 
 import msgspec
 
+from onebit_serve.core.folders import cache_folder
+
 __all__ = ["cache_file", "recall", "remember"]
 
 _ValueT = TypeVar("_ValueT", bound=msgspec.Struct)
@@ -34,14 +36,9 @@ def cache_file(env: Mapping[str, str], kind: str, name: list[str]) -> Path | Non
         kind: What is kept, the start of the file's name.
         name: What tells this thing from others and stays when it changes.
     """
-    base = env.get("XDG_CACHE_HOME", "")
-    if not base.startswith("/"):  # the XDG specification: a relative path counts as unset
-        home = env.get("HOME", "")
-        if not home.startswith("/"):
-            return None
-        base = f"{home}/.cache"
+    folder = cache_folder(env)
     digest = zlib.crc32("\0".join(name).encode("utf-8", "surrogateescape"))
-    return Path(base, "onebit", f"{kind}-{digest:08x}.json")
+    return Path(folder, f"{kind}-{digest:08x}.json") if folder else None
 
 
 def recall(file: Path | None, key: list[str], kind: type[_ValueT]) -> _ValueT | None:

@@ -31,6 +31,7 @@ from pathlib import Path
 
 import msgspec
 
+from onebit_serve.core.folders import state_folder
 from onebit_serve.core.ladder import Costs
 from onebit_serve.core.shapes import Classes, Histogram, Shape
 
@@ -117,16 +118,10 @@ def state_file(env: Mapping[str, str]) -> Path | None:
     """Return where the history is; `None` where the environment gives no place for it.
 
     Args:
-        env: `XDG_STATE_HOME` and `HOME` are read; a relative one counts as unset, as the XDG base
-            directory specification says.
+        env: See `core.folders`.
     """
-    base = env.get("XDG_STATE_HOME", "")
-    if not base.startswith("/"):
-        home = env.get("HOME", "")
-        if not home.startswith("/"):
-            return None
-        base = f"{home}/.local/state"
-    return Path(base, "onebit", "history.sqlite3")
+    folder = state_folder(env)
+    return Path(folder, "history.sqlite3") if folder else None
 
 
 class History:

@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 
 from onebit_serve.core.errors import UsageError
+from onebit_serve.core.folders import state_folder
 from onebit_serve.core.slots import save_name
 
 __all__ = ["Saves", "private_directory", "prune", "slots_folder"]
@@ -61,17 +62,9 @@ class Saves(msgspec.Struct, frozen=True):
 
 
 def slots_folder(environment: Mapping[str, str]) -> Path | None:
-    """Return `$XDG_STATE_HOME/onebit/slots`, or `None` where the environment gives no place.
-
-    A relative `XDG_STATE_HOME` counts as unset, as the XDG base directory specification says.
-    """
-    base = environment.get("XDG_STATE_HOME", "")
-    if not base.startswith("/"):
-        home = environment.get("HOME", "")
-        if not home.startswith("/"):
-            return None
-        base = f"{home}/.local/state"
-    return Path(base, "onebit", "slots")
+    """Return `$XDG_STATE_HOME/onebit/slots`, or `None` where the environment gives no place."""
+    folder = state_folder(environment)
+    return Path(folder, "slots") if folder else None
 
 
 def private_directory(path: Path) -> Path:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from onebit_serve.core.caches import CACHES, CachePlan, cache_root, describe, plan_caches
+from onebit_serve.core.caches import CACHES, CachePlan, describe, plan_caches
 
 ROOT = "/cache/onebit"
 HOME = {"HOME": "/home/u"}
@@ -102,19 +102,6 @@ def test_folders_are_told_apart_by_name():
 def test_several_devices_have_the_caches_of_all():
     plan = plan_caches("vulkan,hrx", HOME, root=ROOT)
     assert [name for name, _, _ in plan.look] == ["mesa", "nvidia", "hrx-jit", "comgr"]
-
-
-@pytest.mark.parametrize(
-    ("env", "root"),
-    [
-        ({"XDG_CACHE_HOME": "/c", "HOME": "/h"}, "/c/onebit"),
-        ({"XDG_CACHE_HOME": "c", "HOME": "/h"}, "/h/.cache/onebit"),
-        ({"HOME": "h"}, ""),
-        ({}, ""),
-    ],
-)
-def test_our_caches_lie_where_the_xdg_specification_says(env, root):
-    assert cache_root(env) == root
 
 
 def test_a_start_says_how_it_finds_its_caches():
