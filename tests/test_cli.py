@@ -13,7 +13,7 @@ import pytest
 from llama_process import until
 
 from onebit_serve import __version__
-from onebit_serve.cli import COMMANDS, main
+from onebit_serve.cli import COMMANDS, NOT_YET, main
 from onebit_serve.cli.flags import FLAGS
 from onebit_serve.core.config import Config
 from onebit_serve.core.errors import BackendError, PortTakenError, UsageError
@@ -263,6 +263,7 @@ def test_check_asks_the_program_now_and_a_start_takes_what_it_said(place, capsys
         ("check -m none.gguf", ("none.gguf", "")),
         ("srve", ("there is no command srve", "did you mean serve?")),
         ("--bogus", ("--bogus", "1bit --help")),
+        *((f"{name} x", (f"1bit {name} is not yet there", "--help")) for name in NOT_YET),
     ],
 )
 def test_what_cannot_work_is_two_lines_and_exit_code_2(place, served, capsys, line, says):

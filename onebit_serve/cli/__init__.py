@@ -23,7 +23,6 @@ __all__ = ["COMMANDS", "Group", "main", "one_bit"]
 COMMANDS: dict[str, str] = {
     "serve": "onebit_serve.cli.serve:serve",
     "check": "onebit_serve.cli.check:check",
-    "doctor": "onebit_serve.cli.doctor:command",
     "status": "onebit_serve.cli.status:command",
     "top": "onebit_serve.cli.top:command",
     "logs": "onebit_serve.cli.logs:command",
@@ -33,6 +32,8 @@ COMMANDS: dict[str, str] = {
     "gate": "onebit_serve.cli.gate:command",
 }
 
+# Planned, not there: a name goes when its command comes.
+NOT_YET = ("doctor",)
 
 _INTERRUPTED = 130
 _CANNOT_WRITE = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EIO)
@@ -64,6 +65,8 @@ class Group(click.Group):
             UsageError: There is none of that name.
         """
         name = args[0]
+        if name in NOT_YET and name not in COMMANDS:
+            raise UsageError(f"1bit {name} is not yet there", hint="see `1bit --help`")
         if name not in COMMANDS:
             raise UsageError(
                 f"there is no command {name}",
