@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from onebit_serve.cli import ask
 
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-
-__all__ = ["command", "picture"]
+__all__ = ["command"]
 
 _NOT_READY = 1
 _COSTLIEST = 3
@@ -72,13 +68,14 @@ def _json(value: object) -> bytes:
 
 
 def _show(url: str, said: dict[str, Any], backends: list[dict[str, Any]], *, every: bool) -> None:
+    word = "ready" if said.get("status") == "ok" else str(said.get("status"))
+    title = f"1bit serve {said.get('version', '')} at {url}: {word}"
+    rows = [_row(one) for one in backends]
+    notes = [line for one in backends for line in [*_notes(one), *_shapes(one, every=every)]]
     if sys.stdout.isatty():
-        from rich.console import Console
-
-        Console(highlight=False).print(picture(url, said, backends, every=every))
+        _draw(title, rows, notes)
         return
-    print(_title(url, said))
-    rows, notes = [_row(one) for one in backends], _all_notes(backends, every=every)
+    print(title)
     table = [_HEADINGS, *rows]
     widths = [max(len(row[column]) for row in table) for column in range(len(_HEADINGS))]
     for row in table:
@@ -90,48 +87,23 @@ def _show(url: str, said: dict[str, Any], backends: list[dict[str, Any]], *, eve
     print("\n".join(notes), end="\n" if notes else "")
 
 
-def picture(
-    url: str,
-    said: dict[str, Any],
-    backends: list[dict[str, Any]],
-    *,
-    every: bool = False,
-    more: tuple[Sequence[str], Sequence[Sequence[str]]] = ((), ()),
-) -> RenderableType:
-    """Return what a terminal shows of a server.
-
-    Args:
-        url: Where it is.
-        said: Its status.
-        backends: Those of it that are shown.
-        every: Show every synthetic request, not only the costliest.
-        more: Headings of further columns, and their cells by backend.
-    """
+def _draw(title: str, rows: list[tuple[str, ...]], notes: list[str]) -> None:
     from rich.box import SIMPLE_HEAD
-    from rich.console import Group
+    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    headings, further = more
+    console = Console(highlight=False)
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for heading in (*_HEADINGS, *headings):
-        right = heading in _NUMBERS or heading in headings
-        table.add_column(heading, justify="right" if right else "left")
-    for one, cells in zip(backends, further or [()] * len(backends), strict=True):
-        row = _row(one)
+    for heading in _HEADINGS:
+        table.add_column(heading, justify="right" if heading in _NUMBERS else "left")
+    for row in rows:
         styled = [Text(row[0]), Text(row[1], style=_STYLES.get(row[1], "yellow"))]
-        table.add_row(*styled, *(Text(cell) for cell in (*row[2:], *cells)))
-    notes = [Text(note) for note in _all_notes(backends, every=every)]
-    return Group(Text(_title(url, said)), table, *notes)
-
-
-def _title(url: str, said: dict[str, Any]) -> str:
-    word = "ready" if said.get("status") == "ok" else str(said.get("status"))
-    return f"1bit serve {said.get('version', '')} at {url}: {word}"
-
-
-def _all_notes(backends: list[dict[str, Any]], *, every: bool) -> list[str]:
-    return [line for one in backends for line in [*_notes(one), *_shapes(one, every=every)]]
+        table.add_row(*styled, *(Text(cell) for cell in row[2:]))
+    console.print(Text(title))
+    console.print(table)
+    for note in notes:
+        console.print(Text(note))
 
 
 def _row(one: dict[str, Any]) -> tuple[str, ...]:

@@ -1,11 +1,9 @@
 from __future__ import annotations
 
-import contextlib
 import io
 import json
 import os
 import pty
-import signal
 import subprocess
 import sys
 import threading
@@ -14,7 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from click.testing import CliRunner
 
-from onebit_serve.cli import ask, logs, status, top
+from onebit_serve.cli import ask, logs, status
 from onebit_serve.core.errors import OnebitError, UsageError
 
 READY = {
@@ -220,54 +218,6 @@ def test_on_a_terminal_a_table_is_drawn(served):
         assert process.wait() == 0
     assert b"\x1b[32mready" in seen
     assert "─".encode() in seen
-
-
-def test_top_draws_until_ctrl_c_and_waits_for_a_server_that_went_away(served):
-    served.backends = [{**READY, "pid": os.getpid()}]
-    script = "from onebit_serve.cli import main; raise SystemExit(main())"
-    ours, theirs = pty.openpty()
-    with os.fdopen(ours, "rb", 0) as screen:
-        process = subprocess.Popen(
-            [sys.executable, "-c", script, "top", "--url", served.url, "--every", "0.1"],
-            stdout=theirs,
-            env={**os.environ, "TERM": "xterm", "COLUMNS": "160", "LINES": "40"},
-        )
-        os.close(theirs)
-        seen = b""
-
-        def until(piece):
-            nonlocal seen
-            while piece not in seen:
-                seen += screen.read(4096)
-            seen = b""
-
-        until(b" MiB")
-        served.status, served.backends = "loading", [LOADING]
-        until(b"loading")
-        served.server.shutdown()
-        served.server.server_close()
-        until(b"waiting for it")
-        process.send_signal(signal.SIGINT)
-        with contextlib.suppress(OSError):  # Linux: the other end of the terminal is closed
-            while screen.read(4096):
-                pass
-        assert process.wait() == 0
-
-
-def test_top_without_a_terminal_says_what_to_do_instead(served):
-    error = failure(top, "--url", served.url)
-    assert error.exit_code == 2
-    assert "1bit status" in error.hint
-
-
-def test_the_cores_of_a_process_are_counted_between_two_looks():
-    meter = top.Meter()
-    cores, resident = meter.read(os.getpid())
-    assert cores == "-"
-    assert resident.endswith(" MiB")
-    sum(range(100_000))
-    assert float(meter.read(os.getpid())[0]) >= 0
-    assert meter.read(None) == meter.read(2**22 + 1) == ("-", "-")
 
 
 # ------------------------------------------------------------------------------------ finding it
