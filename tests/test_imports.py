@@ -27,7 +27,7 @@ LAYOUT = re.findall(
     core.choose core.ladder core.climb core.discover
     core.pressure core.prompts
     core.life core.wire core.route core.view core.admit
-    core.access core.request_id core.metrics core.memory
+    core.access core.request_id core.metrics core.memory core.news
     core.score core.results core.cells core.report core.gate
     live.listener live.leftovers live.driver_caches live.spawn live.logfile live.log live.ring
     live.notify

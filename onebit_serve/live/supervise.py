@@ -7,8 +7,6 @@ transition wakes every waiter.
 
 Requests that cannot go at once wait in one line, first come first served; a lease that ends, a
 backend that becomes ready and one that fails move the line.
-
-It is as long as it is since only one place may know all of that state.
 """
 
 from __future__ import annotations
@@ -16,7 +14,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import math
-import os
 import random
 import time
 from collections.abc import Callable
@@ -28,6 +25,7 @@ from onebit_serve.core import life as machine
 from onebit_serve.core.admit import Verdict
 from onebit_serve.core.life import Life, RestartPolicy, State
 from onebit_serve.core.metrics import Counters
+from onebit_serve.core.news import news
 from onebit_serve.core.plan import BackendPlan
 from onebit_serve.core.view import BackendView, unavailable
 from onebit_serve.core.warmup import WarmUpResult
@@ -443,31 +441,11 @@ class Backend:
         self._post(machine.PauseOver(), number)
 
     def _announce(self, before: Life, event: machine.Event) -> None:
-        life, plan, state = self._life, self.plan, before.state
-        facts: dict[str, object] = {"backend": plan.name}
-        match event:
-            case machine.Warmed(degraded=degraded) if degraded:
-                self._log.warning(
-                    f"{plan.name} serves but is not warm (degraded): {degraded}", **facts
-                )
-            case machine.Broken(cause=cause):
-                self._log.error(f"the {plan.device} backend is stopped: {cause}", **facts)
-            case machine.Exited(cause=cause) if state is not State.STOPPING:
-                self._log.error(f"a {plan.device} backend {cause}", **facts)
-        if life.state is State.READY and life.restarts and before.ever_ready:
-            self._log.say(f"{plan.name} is ready again", **facts)
-        if life.state is State.LOADING and state is not State.LOADING:
-            name = os.path.basename(plan.binary)  # noqa: PTH119 - a name, not a file
-            by = f", picked by {self._picked_by}" if self._picked_by else ""
-            self._log.say(f"{plan.served_id} on {plan.device} ({name}){by}", **facts)
+        after, by = self._life, self._picked_by
+        for level, line in news(self.plan, before, after, event, self._policy, picked_by=by):
+            self._log.say(line, level, backend=self.plan.name)
+        if after.state is State.LOADING:
             self._picked_by = ""
-        spent = len(life.failures_s) > self._policy.burst
-        if spent and life.state is State.FAILED and state is not State.FAILED:
-            self._log.error(
-                f"{plan.name} failed {len(life.failures_s)} times in {self._policy.window_s:g} s "
-                f"and stays down; a request or `POST /v1/backends/{plan.name}/start` tries again",
-                **facts,
-            )
 
     def note_answer(self, episode: Episode, status: int, *, fatal: bool) -> None:
         """Count answers in a row that only a broken backend gives."""
