@@ -168,7 +168,7 @@ async def test_no_server_is_left_behind_when_it_is_cancelled():
     texts = json.dumps({"texts": ["x"] * 1000, "gap_s": 0.05})
     wanted = comparison(f"a=TINY='{texts}'")
     seen = trio.Event()
-    session = arms.Session(wanted, began=lambda _tag, _load: seen.set())
+    session = arms.Session(wanted, began=lambda _what: seen.set())
     async with trio.open_nursery() as nursery:
         nursery.start_soon(session.run)
         with trio.fail_after(30):
