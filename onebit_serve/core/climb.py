@@ -123,16 +123,25 @@ class Climb(msgspec.Struct, frozen=True):
                 return after, request, free[: request.sequences]
         return after, None, ()
 
-    def completed(self, request: Request, first_s: float, again_s: float | None = None) -> Climb:
+    def completed(
+        self,
+        request: Request,
+        first_s: float,
+        again_s: float | None = None,
+        *,
+        clients_came: bool = False,
+    ) -> Climb:
         """Return the climb after a synthetic request that ran to its end.
 
         Args:
             request: What was sent.
             first_s: Seconds it took; of a burst, until the last one ended.
             again_s: Seconds of the same sent once more right after it.
+            clients_came: Whether the child had any client's request before it. What such a request
+                built is not always known: it may have ended early, or run beside another.
         """
         warmed = Warmed(request, first_s, again_s)
-        costs = learn(self.costs, warmed, already=self.done)
+        costs = learn(self.costs, warmed, already=self.done, clients_came=clients_came)
         if again_s is not None and max(request.decode_tokens) == 1:
             costs = calibrate(costs, request.prompt_tokens, again_s)
         return msgspec.structs.replace(
@@ -141,6 +150,10 @@ class Climb(msgspec.Struct, frozen=True):
             done=self.done | request.shapes,
             sent=(*self.sent, warmed),
         )
+
+    def seems_cheap(self, request: Request, first_s: float) -> bool:
+        """Tell whether a request was so fast that only the same once more tells what it cost."""
+        return bool(request.shapes - self.done) and first_s - self.costs.warm(request) < CHEAP_S
 
     def served(
         self, prompt_tokens: int, prompt_s: float, *, sequences: int = 1, step_s: float = 0.0
@@ -229,6 +242,7 @@ def begin(
     costs: Costs | None = None,
     cache_found: bool = False,
     first_prompt_tokens: int = 0,
+    first_prompt_s: float = 0.0,
     first_decode_tokens: int = 1,
     first_step_s: float = 0.0,
     idle_max_s: float = 1.0,
@@ -242,8 +256,9 @@ def begin(
         costs: What `History.load` gave; `None` where nothing was measured.
         cache_found: Whether a driver or runtime cache was found.
         first_prompt_tokens: Prompt of the warm-up request that ran already; 0 if none did.
+        first_prompt_s: Seconds of its prefill, first uses included; 0 is unknown.
         first_decode_tokens: Tokens it generated.
-        first_step_s: Seconds between these tokens, by the clock; 0 is unknown.
+        first_step_s: Seconds of one of them, first uses included; 0 is unknown.
         idle_max_s: `[warmup] idle_max_ms` in seconds.
     """
     done = frozenset[Shape]()
@@ -251,8 +266,15 @@ def begin(
         done = warms(model, first_prompt_tokens, (first_decode_tokens,))
     if costs is None:
         costs = Costs(first_s=default_first_s(device, cache_found=cache_found))
+        if first_step_s > 0:
+            costs = msgspec.structs.replace(costs, step_s=first_step_s)
+    # What the first request took, cold, is a limit to what the next ones take.
+    token_s, step_s = costs.token_s, costs.step_s
+    if first_prompt_tokens and first_prompt_s > 0:
+        token_s = min(token_s, first_prompt_s / first_prompt_tokens)
     if first_step_s > 0:
-        costs = msgspec.structs.replace(costs, step_s=first_step_s)
+        step_s = min(step_s, first_step_s)
+    costs = msgspec.structs.replace(costs, token_s=token_s, step_s=step_s)
     return Climb(
         model,
         demand(model, histogram),

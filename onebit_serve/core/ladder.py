@@ -309,23 +309,35 @@ def _by_worth(
     return ordered + sorted(left, key=lambda shape: (price[shape], shape))
 
 
-def learn(costs: Costs, warmed: Warmed, *, already: Iterable[Shape] = ()) -> Costs:
+def learn(
+    costs: Costs, warmed: Warmed, *, already: Iterable[Shape] = (), clients_came: bool = False
+) -> Costs:
     """Return the costs as one more synthetic request showed them.
 
     A request that was sent twice tells what the first use cost beyond its warm time. Sent once,
     its predicted warm time stands for the second. What several new shapes cost together is shared
     among them, and the median of what was measured predicts the rest.
 
+    What is measured as cheap is never sent again, in later starts neither, so it must be sure: a
+    prediction may have been too long, the share of several may hide one that is dear, and a client
+    may have built the shape before.
+
     Args:
         costs: What was known.
         warmed: The request and its times.
         already: Shapes that were warm before it.
+        clients_came: Whether a client's request, whole or not, may have built them before it.
     """
     new = warmed.request.shapes - frozenset(already)
     if not new:
         return costs
     again_s = warmed.again_s if warmed.again_s is not None else costs.warm(warmed.request)
-    share = max(0.0, warmed.first_s - again_s) / len(new)
+    extra_s = max(0.0, warmed.first_s - again_s)
+    share = extra_s / len(new)
+    if clients_came and share < CHEAP_S:
+        return costs
+    if warmed.again_s is None or extra_s >= CHEAP_S:
+        share = max(share, CHEAP_S)
     measured = {**costs.measured, **dict.fromkeys(new, share)}
     first_s = median(measured.values()) if len(measured) >= ENOUGH_MEASURED else costs.first_s
     return msgspec.structs.replace(costs, measured=measured, first_s=first_s)

@@ -27,6 +27,7 @@ __all__ = [
     "prompt_tokens_that_fit",
     "rerank_request",
     "rerank_words_that_fit",
+    "step_ms",
 ]
 
 SEED_TEXT = (
@@ -46,6 +47,8 @@ class WarmUpResult(msgspec.Struct, frozen=True):
         failure: Why it failed, or empty.
         prompt_tokens: Tokens that were prefilled, where the backend said so.
         decode_tokens: Tokens that were generated, where the backend said so.
+        prompt_ms: Milliseconds of the prefill by the backend's count; 0 is unknown.
+        step_ms: Milliseconds of a decode step by the same; 0 is unknown.
         checkpoints: Whether its progress showed that the model is checkpointed; `None` is unknown.
         retried: Why the first try failed where this is the second, or empty.
     """
@@ -56,6 +59,8 @@ class WarmUpResult(msgspec.Struct, frozen=True):
     decode_tokens: int | None = None
     checkpoints: bool | None = None
     retried: str = ""
+    prompt_ms: float = 0.0
+    step_ms: float = 0.0
 
 
 def prompt_tokens_that_fit(wanted: int, decode_tokens: int, context_tokens: int | None) -> int:
@@ -130,6 +135,14 @@ def rerank_request(words: int) -> dict[str, Any]:
     text = SEED_TEXT.split()
     document = " ".join((text * (words // len(text) + 1))[:words])
     return {"query": "what is warm?", "documents": [document]}
+
+
+def step_ms(predicted_tokens: int, predicted_ms: float) -> float:
+    """Return the milliseconds of a decode step, from a reply's `timings`; 0 where it made none.
+
+    The first token comes out of the prefill, and the time is counted from there.
+    """
+    return predicted_ms / (predicted_tokens - 1) if predicted_tokens > 1 else 0.0
 
 
 def is_refused_output(body: bytes) -> bool:

@@ -113,6 +113,8 @@ async def _try(
         prompt_tokens=timings.get("prompt_n"),
         decode_tokens=timings.get("predicted_n"),
         checkpoints=warmup.checkpoints_shown(progress),
+        prompt_ms=timings.get("prompt_ms") or 0.0,
+        step_ms=warmup.step_ms(timings.get("predicted_n") or 0, timings.get("predicted_ms") or 0.0),
     )
 
 

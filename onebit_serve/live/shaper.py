@@ -48,6 +48,8 @@ _QUIET_TIMES = 4
 _TAIL_BYTES = 16384
 _PROMPT_TOKENS = re.compile(rb'"prompt_n"\s*:\s*(\d+)')
 _PROMPT_MS = re.compile(rb'"prompt_ms"\s*:\s*([\d.]+)')
+_PREDICTED_TOKENS = re.compile(rb'"predicted_n"\s*:\s*(\d+)')
+_PREDICTED_MS = re.compile(rb'"predicted_ms"\s*:\s*([\d.]+)')
 
 
 class _RefusedError(Exception):
@@ -87,7 +89,7 @@ class Shaper:
         self._scope: trio.CancelScope | None = None
         self._ours: dict[int, object] = {}
         self._now = ""
-        self._is_done = self._cache_found = self._climbed = False
+        self._is_done = self._cache_found = self._climbed = self._clients_came = False
         self._quiet_since_s = 0.0
         self._ended = trio.Event()
 
@@ -126,7 +128,7 @@ class Shaper:
             cache_found: Whether its driver's or runtime's cache held something at its start.
         """
         self._cache_found = cache_found
-        self._climbed = False
+        self._climbed = self._clients_came = False
         self._climb = self._child = None
         self._ours = {}
         self._is_done = False
@@ -189,7 +191,9 @@ class Shaper:
                 costs=remembered.costs,
                 cache_found=self._cache_found,
                 first_prompt_tokens=first.prompt_tokens or 0,
+                first_prompt_s=first.prompt_ms / 1000,
                 first_decode_tokens=first.decode_tokens or 1,
+                first_step_s=first.step_ms / 1000,
                 idle_max_s=plan.warm_up.idle_max_s,
             ),
             abandon_on_cancel=True,
@@ -207,8 +211,10 @@ class Shaper:
                 return
             share = 1 - (end_s - trio.current_time()) / budget_s
             self._log.progress(name, f"{name}: warming {request.label()}", share)
-            took_s = await self._send(request, range(request.sequences))
-            self._climb = after.completed(request, took_s)
+            took_s, again_s = await self._send(request, range(request.sequences)), None
+            if after.seems_cheap(request, took_s):
+                again_s = await self._send(request, range(request.sequences))
+            self._climb = after.completed(request, took_s, again_s)
 
     # ------------------------------------------------------------------------ client traffic
 
@@ -219,8 +225,8 @@ class Shaper:
             tail: The end of the reply's body.
             in_flight: How many requests the backend had with it.
         """
-        tokens = _PROMPT_TOKENS.findall(tail[-_TAIL_BYTES:])
-        took_ms = _PROMPT_MS.findall(tail[-_TAIL_BYTES:])
+        end = tail[-_TAIL_BYTES:]
+        tokens, took_ms = _PROMPT_TOKENS.findall(end), _PROMPT_MS.findall(end)
         if not self.active or self._history is None or not tokens or not took_ms:
             return
         self._history.note_prefill(int(tokens[-1]))
@@ -229,11 +235,15 @@ class Shaper:
         with contextlib.suppress(ValueError):
             alone = in_flight == 1
             prompt_s = float(took_ms[-1]) / 1000
+            steps = _PREDICTED_TOKENS.findall(end) or [b"0"]
+            steps_ms = _PREDICTED_MS.findall(end) or [b"0"]
+            step_s = warmup.step_ms(int(steps[-1]), float(steps_ms[-1])) / 1000
             if alone and self._climb is not None:
-                self._climb = self._climb.served(int(tokens[-1]), prompt_s)
+                self._climb = self._climb.served(int(tokens[-1]), prompt_s, step_s=step_s)
 
     def busy(self) -> None:
         """Note that a client's request came: it goes first."""
+        self._clients_came = True
         if self._scope is not None:
             self._scope.cancel()
             self._scope = None
@@ -293,7 +303,8 @@ class Shaper:
         first_s = await self._send(request, pinned)
         again_s = await self._send(request, pinned)
         # `served` cannot have come between: a client's request would have cancelled this
-        self._climb = after.completed(request, first_s, again_s)
+        came = self._clients_came
+        self._climb = after.completed(request, first_s, again_s, clients_came=came)
         self._climbed = True
         left = _by_id(await self._slots())
         self._ours = {id_: left[id_] for id_ in {*ours, *pinned} if id_ in left}

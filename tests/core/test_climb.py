@@ -96,6 +96,39 @@ def test_warm_replies_of_clients_teach_costs_and_cold_ones_do_not():
     assert cold.served(600, 6.0).costs.token_s > climb.costs.token_s
 
 
+def test_what_clients_may_have_built_is_not_left_out_of_later_starts():
+    costs = None
+    for _ in range(2):  # a shape that clients use at once after each start
+        climb = begin(HRX, "hrx", costs=costs)
+        _, request, _ = climb.idle(EMPTY, host_cache=False)
+        costs = climb.completed(request, 0.051, 0.050, clients_came=True).costs
+    later, _ = climb_before(begin(HRX, "hrx", costs=costs), Backend(HRX, 0.165), 300.0)
+    assert later.ladder.cheap == ()
+    assert later.done >= request.shapes
+
+
+def test_the_first_request_limits_what_tokens_and_steps_are_expected_to_take():
+    first = {"first_prompt_tokens": 465, "first_prompt_s": 0.093, "first_step_s": 0.2}
+    climb = begin(HRX, "hrx", **first)
+    assert climb.costs.token_s == pytest.approx(0.0002)
+    assert climb.costs.step_s == 0.2
+    known = begin(HRX, "hrx", costs=Costs(token_s=0.0001, step_s=0.02), **first)
+    assert (known.costs.token_s, known.costs.step_s) == (0.0001, 0.02)
+
+
+def test_a_request_faster_than_expected_is_sent_once_more_before_it_counts_as_cheap():
+    climb, request = begin(HRX, "hrx").before(3.0)
+    expected_s = climb.costs.warm(request)
+    assert climb.seems_cheap(request, expected_s)
+    assert not climb.seems_cheap(request, expected_s + 0.165)
+    assert not climb.completed(request, expected_s).seems_cheap(request, expected_s)
+
+
+def test_a_client_alone_teaches_what_a_decode_step_takes():
+    climb = begin(HRX, "hrx").served(40, 0.3).served(40, 0.05, step_s=0.01)
+    assert climb.costs.step_s == pytest.approx(0.02)
+
+
 def test_a_burst_waits_for_as_many_free_slots():
     climb = begin(VULKAN, "vulkan", histogram=Histogram(decode={4: 1000.0}))
     sizes = set()

@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onebit_serve.core.ladder import (
+    CHEAP_S,
     Costs,
     Request,
     Warmed,
@@ -171,3 +172,31 @@ def test_warm_times_follow_what_replies_show():
 
 def test_a_cache_of_an_earlier_run_makes_first_uses_cheaper():
     assert default_first_s("HRX0", cache_found=True) == default_first_s("hrx") / 10
+
+
+ONE = Request(33, (1,), frozenset({Shape(33)}))
+
+
+def cheap(costs):
+    return {shape for shape, cost in costs.measured.items() if cost < CHEAP_S}
+
+
+def test_a_first_use_is_cheap_when_the_same_request_was_no_faster_after_it():
+    assert cheap(learn(COSTS, Warmed(ONE, 0.050, 0.048))) == {Shape(33)}
+
+
+def test_a_first_use_is_not_cheap_because_its_warm_time_was_predicted_too_long():
+    costs = learn(COSTS, Warmed(Request(513, (1,), frozenset({Shape(512), Shape(1)})), 0.2))
+    assert costs.measured == {Shape(512): CHEAP_S, Shape(1): CHEAP_S}
+
+
+def test_a_first_use_is_not_cheap_where_a_client_may_have_built_it_before():
+    assert learn(COSTS, Warmed(ONE, 0.050, 0.048), clients_came=True) == COSTS
+    dear = learn(COSTS, Warmed(ONE, 0.250, 0.050), clients_came=True)
+    assert dear.measured == {Shape(33): pytest.approx(0.2)}
+
+
+def test_of_several_first_uses_that_share_a_cost_none_is_cheap():
+    shapes = frozenset(Shape(n, n) for n in range(1, 9))
+    costs = learn(COSTS, Warmed(Request(1, (8,) * 8, shapes), 0.55, 0.50))
+    assert not cheap(costs)

@@ -15,6 +15,7 @@ from onebit_serve.core.warmup import (
     prompt_tokens_that_fit,
     rerank_request,
     rerank_words_that_fit,
+    step_ms,
 )
 
 
@@ -99,3 +100,9 @@ def test_a_rank_is_asked_for_in_as_many_words_as_its_tokens_allow(tokens, seed_t
 )
 def test_only_the_refusal_of_meaningless_text_counts_as_done(said, refused):
     assert is_refused_output(said) is refused
+
+
+def test_a_decode_step_is_timed_without_the_token_of_the_prefill():
+    assert step_ms(8, 140.0) == pytest.approx(20.0)
+    assert step_ms(1, 0.01) == 0
+    assert step_ms(0, 0.0) == 0

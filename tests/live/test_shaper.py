@@ -228,6 +228,7 @@ def test_a_cache_of_an_earlier_run_is_said_and_makes_first_uses_cheap(start, tmp
     costs = start("2", "1", scale=0.0001)  # what a filled cache does to the fake's first uses
     costs.ready()
     assert costs.said("driver cache found: mesa")
+    until(lambda: all_warm(costs), "the end of the idle warm-up", LONG_S)
     costs.stop()
     later = start("2", "1", scale=0.0001).ready()
     assert shapes(later)["cheap"] > 0
