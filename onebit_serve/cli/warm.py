@@ -11,6 +11,7 @@ import click
 import msgspec
 
 from onebit_serve.cli import ask
+from onebit_serve.core.climb import is_used
 from onebit_serve.core.discover import Discovery, Found
 from onebit_serve.core.errors import OnebitError, UsageError
 from onebit_serve.core.shapes import Splitting
@@ -130,7 +131,7 @@ def _target(
                 hint="run this in its folder, or name it with --model or --llama-server",
             )
     slots = _json(door, "/slots")
-    if any(slot.get("n_prompt_tokens") for slot in slots):
+    if any(is_used(slot) for slot in slots):
         raise OnebitError(f"{door.url} has served prompts already", hint=_FRESH_HINT)
     return model, device, program
 

@@ -30,7 +30,10 @@ from onebit_serve.core.ladder import (
 )
 from onebit_serve.core.shapes import Demand, Histogram, Shape, ShapeModel, demand
 
-__all__ = ["Climb", "ClimbView", "begin", "free_slots"]
+__all__ = ["UNPINNED", "Climb", "ClimbView", "begin", "free_slots", "is_used"]
+
+UNPINNED = -1
+"""The `id_slot` that leaves the choice of a slot to the server."""
 
 SURPRISE = 2.0
 """A plan is made anew when first uses cost this many times more, or less, than it assumed."""
@@ -106,7 +109,7 @@ class Climb(msgspec.Struct, frozen=True):
         host_cache: bool,
         ours: Container[int] = (),
     ) -> tuple[Climb, Request | None, tuple[int, ...]]:
-        """Return what to send next while idle, and the slots to pin it to.
+        """Return what to send next while idle, and the `id_slot` of each of its requests.
 
         Args:
             slots: The answer of `GET /slots`.
@@ -116,11 +119,11 @@ class Climb(msgspec.Struct, frozen=True):
         after = self._without_done()
         if not self.is_planned or self._is_surprised() or self._has_changed():
             after = self._planned(0.0)
-        free = free_slots(slots, host_cache=host_cache, ours=ours)
         for request in after.ladder.idle:
             # What is known of the time of a token may have changed since the plan.
-            if request.sequences <= len(free) and self._is_short(request):
-                return after, request, free[: request.sequences]
+            pins = free_slots(slots, request.sequences, host_cache=host_cache, ours=ours)
+            if pins and self._is_short(request):
+                return after, request, pins
         return after, None, ()
 
     def completed(
@@ -286,22 +289,39 @@ def begin(
 
 
 def free_slots(
-    slots: Sequence[Mapping[str, Any]], *, host_cache: bool, ours: Container[int] = ()
+    slots: Sequence[Mapping[str, Any]],
+    count: int,
+    *,
+    host_cache: bool,
+    ours: Container[int] = (),
 ) -> tuple[int, ...]:
-    """Return the slots that a synthetic request may take: ours, empty ones, then all others.
+    """Return what so many synthetic requests at once are pinned to; nothing where they must wait.
 
-    A slot that holds a prefix may be taken only where the host cache keeps what it displaces: with
-    it, six synthetic requests cost a 600-token prefix nothing, pinned to its slot or not; with
-    `--cache-ram 0` all of it was lost (llama-server b10068, measured on dense and hybrid models).
+    They go to slots of ours, then to empty ones. A slot that holds a prefix is never pinned:
+    builds differ in whether that saves what it displaces. What is `UNPINNED` goes where the server
+    likes, and it saves to its host cache what it displaces; with `--cache-ram 0` all of a prefix
+    was lost (llama-server b10068, measured on dense and hybrid models).
 
     Args:
         slots: The answer of `GET /slots`.
+        count: How many are sent at once.
         host_cache: Whether the server has a host cache.
         ours: Ids of slots that hold nothing but a synthetic prompt.
     """
     idle = [slot for slot in slots if not slot.get("is_processing")]
     own = [slot["id"] for slot in idle if slot["id"] in ours]
-    others = [slot for slot in idle if slot["id"] not in ours]
-    empty = [slot["id"] for slot in others if not slot.get("n_prompt_tokens")]
-    used = [slot["id"] for slot in others if slot.get("n_prompt_tokens")]
-    return (*own, *empty, *(used if host_cache else ()))
+    empty = [slot["id"] for slot in idle if slot["id"] not in ours and not is_used(slot)]
+    if count <= len(own) + len(empty):
+        return tuple([*own, *empty][:count])
+    return (UNPINNED,) * count if host_cache and count <= len(idle) else ()
+
+
+def is_used(slot: Mapping[str, Any]) -> bool:
+    """Tell whether a slot of `GET /slots` may hold a prompt.
+
+    Builds that do not say how long it is still name the last task, from the first one on.
+    """
+    if "n_prompt_tokens" in slot:
+        return bool(slot["n_prompt_tokens"])
+    task = slot.get("id_task", -1)
+    return isinstance(task, int) and task >= 0

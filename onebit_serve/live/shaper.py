@@ -10,7 +10,8 @@ closing its connection; a llama-server looks for that between batches only, so w
 is finished first. Idle requests are therefore short.
 
 A slot counts as ours while it still shows what our last request left in it: such a one is used
-again before an empty one, so that a backend without a host cache has its rest warmed too.
+again before an empty one, so that a backend without a host cache has its rest warmed too. A slot
+that holds a client's prompt is left to the server's own choice, since it saves that prompt then.
 """
 
 from __future__ import annotations
@@ -306,8 +307,10 @@ class Shaper:
         came = self._clients_came
         self._climb = after.completed(request, first_s, again_s, clients_came=came)
         self._climbed = True
-        left = _by_id(await self._slots())
-        self._ours = {id_: left[id_] for id_ in {*ours, *pinned} if id_ in left}
+        before, left = _by_id(slots), _by_id(await self._slots())
+        self._ours = {
+            id_: slot for id_, slot in left.items() if id_ in ours or slot != before.get(id_)
+        }
         return True
 
     async def _slots(self) -> list[dict[str, Any]]:

@@ -4,7 +4,7 @@ from random import Random
 
 import pytest
 
-from onebit_serve.core.climb import begin, free_slots
+from onebit_serve.core.climb import UNPINNED, begin, free_slots, is_used
 from onebit_serve.core.ladder import Costs
 from onebit_serve.core.shapes import Histogram, Shape, ShapeModel, Splitting, classes_for
 
@@ -152,8 +152,26 @@ def test_slots_that_hold_a_prefix_are_spared_without_a_host_cache():
         {"id": 2, "is_processing": False, "n_prompt_tokens": 0},
         {"id": 3, "is_processing": False},
     ]
-    assert free_slots(slots, host_cache=False) == (2, 3)
-    assert free_slots(slots, host_cache=True) == (2, 3, 0)
+    assert free_slots(slots, 1, host_cache=False) == (2,)
+    assert free_slots(slots, 2, host_cache=False, ours={0}) == (0, 2)
+    assert free_slots(slots, 3, host_cache=False) == ()
+
+
+def test_a_slot_that_holds_a_prefix_is_never_pinned_but_left_to_the_server():
+    used = [{"id": n, "n_prompt_tokens": 600} for n in range(2)]
+    assert free_slots(used, 1, host_cache=True) == (UNPINNED,)
+    assert free_slots(used, 2, host_cache=True) == (UNPINNED, UNPINNED)
+    assert free_slots(used, 3, host_cache=True) == ()
+    assert free_slots([*used, {"id": 2}], 1, host_cache=True) == (2,)
+    # Pinned ones beside it could be sent to the slot that the server chose for it.
+    assert free_slots([*used, {"id": 2}], 2, host_cache=True) == (UNPINNED, UNPINNED)
+
+
+def test_a_slot_of_a_build_that_does_not_say_how_long_its_prompt_is_counts_as_used():
+    slots = [{"id": 0, "id_task": 5}, {"id": 1, "id_task": -1}, {"id": 2}]
+    assert free_slots(slots, 2, host_cache=False) == (1, 2)
+    assert free_slots(slots, 3, host_cache=False) == ()
+    assert not is_used({"id": 3, "id_task": 5, "n_prompt_tokens": 0})
 
 
 def test_once_all_is_warm_nothing_is_planned_again():

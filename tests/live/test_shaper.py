@@ -178,6 +178,16 @@ def test_without_a_host_cache_no_cached_prefix_is_lost(start, slots):
     assert front.post("/completion", prompt).json()["timings"]["cache_n"] >= 599
 
 
+def test_with_a_host_cache_no_cached_prefix_is_lost_although_all_slots_hold_one(start):
+    front = start("0", "1", arguments=("-np", "2"), constants={"_IDLE_S": 0.5}).ready()
+    prompts = [{"prompt": list(range(a, a + 600)), "n_predict": 1} for a in (5, 1005)]
+    for slot, prompt in enumerate(prompts):
+        assert front.post("/completion", prompt | {"id_slot": slot}).status_code == 200
+    until(lambda: front.said("the last while idle"), "the end of the idle warm-up", LONG_S)
+    for prompt in prompts:
+        assert front.post("/completion", prompt).json()["timings"]["cache_n"] >= 599
+
+
 def test_a_backend_whose_only_slot_holds_the_warm_up_alone_is_warmed_without_a_host_cache(start):
     front = start("0", "1", arguments=("-np", "1", "--cache-ram", "0")).ready()
     until(lambda: front.said("the last while idle"), "the end of the idle warm-up", LONG_S)
