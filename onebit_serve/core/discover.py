@@ -13,7 +13,11 @@ can be learnt:
    cold only if a third one hides there. One narrower than half a gap can stay unseen.
 
 Where every length is cold, middles too, each is a class of its own (HRX); where nothing is cold,
-the device builds nothing per length. A class starts at the length at which it was seen to be cold.
+the device builds nothing per length. A long prompt on a slow model may take so long that what it
+builds drowns in the noise: such a length says nothing where it looks warm. It is left out of the
+question whether every length is cold, and is a class of its own where the answer is no.
+
+A class starts at the length at which it was seen to be cold.
 Where its border could lie lower, the lengths between count as the class below; both are warmed by
 their representatives, so nothing is missed.
 
@@ -38,6 +42,8 @@ SHORT = 12
 """So many of the steps, up to 17 tokens, tell what kind of device it is."""
 SAMPLES = (33, 65, 129, 257)
 """What is still tried of the longer steps where none of the short ones was cold."""
+SAMPLES_IF_COLD = (32, 128)
+"""The same where all of them were: not so long that what is built drowns in the noise."""
 MIDDLES_FOR_EXACT = 5
 """So many cold middles, and none warm, show that every length is a class of its own."""
 BUILT_IN_TOKENS = 2
@@ -47,6 +53,9 @@ FLOOR_S = 0.03
 """A first use that costs less is not told apart from chance (software Vulkan: 27 ms of noise)."""
 NOISE_FLOOR = 0.02
 NOISE_FACTOR = 5.0
+BLIND_SHARE = 0.5
+"""A length is blind where the least time that is told from noise is more than this share of what
+first uses cost: one that is cold might look warm."""
 
 
 class Seen(msgspec.Struct, frozen=True):
@@ -116,7 +125,7 @@ class Discovery(msgspec.Struct, frozen=True):
         if self._middles_are_cold():
             every = Classes(starts=tuple(range(1, self.ubatch_tokens + 1)))
             return Found(every, cold, probes=len(self.seen))
-        starts = {1, *cold}
+        starts = {1, *cold, *self._blind(cold)}
         if {BUILT_IN_TOKENS - 1, BUILT_IN_TOKENS + 1} <= cold.keys():
             starts.add(BUILT_IN_TOKENS)
         unsure = tuple(gap for gap in self._gaps(cold) if gap[1] - gap[0] > 1)
@@ -124,14 +133,22 @@ class Discovery(msgspec.Struct, frozen=True):
 
     def _cold(self) -> dict[int, float]:
         """Return the lengths that were used for the first time, and what that cost in seconds."""
+        least_s = self._least_s()
+        costs = {one.tokens: one.first_s - min(one.again_s) for one in self.seen}
+        return {tokens: cost for tokens, cost in costs.items() if cost > least_s[tokens]}
+
+    def _least_s(self) -> dict[int, float]:
+        """Return for each length how much longer its first time must be to be no chance."""
         spreads = [(max(one.again_s) - min(one.again_s)) / min(one.again_s) for one in self.seen]
         noise = max(NOISE_FLOOR, median(spreads)) if spreads else NOISE_FLOOR
-        found: dict[int, float] = {}
-        for one in self.seen:
-            again_s = min(one.again_s)
-            if one.first_s - again_s > max(FLOOR_S, NOISE_FACTOR * noise * again_s):
-                found[one.tokens] = one.first_s - again_s
-        return found
+        factor = NOISE_FACTOR * noise
+        return {one.tokens: max(FLOOR_S, factor * min(one.again_s)) for one in self.seen}
+
+    def _blind(self, cold: dict[int, float]) -> set[int]:
+        """Return the lengths that look warm but may be cold."""
+        cost = median(cold.values())
+        least_s = self._least_s()
+        return {n for n in least_s if n not in cold and least_s[n] > BLIND_SHARE * cost}
 
     def _steps(self) -> tuple[int, ...]:
         """Return the growing lengths, fewer of them once the short ones look all alike."""
@@ -148,7 +165,7 @@ class Discovery(msgspec.Struct, frozen=True):
             if not cold:
                 growing = [*short, *(s for s in SAMPLES if short[-1] < s < last), last]
             elif cold >= set(short) - {BUILT_IN_TOKENS}:
-                growing = [*short, last]
+                growing = [*short, *(s for s in SAMPLES_IF_COLD if short[-1] < s < last), last]
         return tuple(dict.fromkeys(growing))
 
     def _middles(self) -> tuple[Seen, ...]:
@@ -158,9 +175,13 @@ class Discovery(msgspec.Struct, frozen=True):
     def _middles_are_cold(self) -> bool:
         cold = self._cold()
         middles = self._middles()
-        every = all(one.tokens in cold or one.tokens == BUILT_IN_TOKENS for one in self.seen)
+        if not cold:
+            return False
+        unknown = {BUILT_IN_TOKENS, *self._blind(cold)}
+        every = all(one.tokens in cold or one.tokens in unknown for one in self.seen)
         return every and (
-            len(middles) >= MIDDLES_FOR_EXACT or not any(b - a > 1 for a, b in self._gaps(cold))
+            sum(one.tokens in cold for one in middles) >= MIDDLES_FOR_EXACT
+            or not any(b - a > 1 for a, b in self._gaps(cold))
         )
 
     def _gaps(self, cold: dict[int, float]) -> list[tuple[int, int]]:

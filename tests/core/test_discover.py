@@ -106,6 +106,30 @@ def test_a_long_prompt_that_pays_a_seventh_is_still_cold():
     assert found.classes == classes_for("hrx")
 
 
+@pytest.mark.parametrize(
+    ("token_s", "build_s", "noise"),
+    [(0.0015, 0.165, 0.045), (0.003, 0.13, 0.02), (0.003, 0.13, 0.045), (0.01, 0.15, 0.03)],
+)
+def test_on_a_slow_model_long_prompts_whose_first_use_drowns_in_the_noise_decide_nothing(
+    token_s, build_s, noise
+):
+    for seed in range(8):
+        device = Device(range(1, 513), build_s, token_s=token_s, noise=noise, seed=seed)
+        assert discover(device).classes == classes_for("hrx")
+
+
+@pytest.mark.parametrize(("token_s", "build_s"), [(0.0005, 0.3), (0.003, 0.3), (0.003, 0.13)])
+def test_no_class_is_missed_where_long_prompts_are_below_the_noise(token_s, build_s):
+    for seed in range(8):
+        device = Device(VULKAN_STARTS, build_s, token_s=token_s, noise=0.04, seed=seed)
+        assert set(discover(device).classes.starts) >= set(VULKAN_STARTS)
+
+
+def test_short_lengths_that_are_classes_each_say_nothing_of_the_long_ones():
+    found = discover(Device(range(1, 18), 0.3))
+    assert found.classes.starts == tuple(range(1, 18))
+
+
 def test_a_flat_device_has_no_classes():
     found = discover(Device((), 0.0, noise=0.1))
     assert found.classes.starts == ()
