@@ -16,6 +16,7 @@ __all__ = [
     "PRESETS",
     "Preset",
     "device_word",
+    "known_as",
     "misses_departures",
     "preset",
 ]
@@ -99,6 +100,13 @@ def device_word(name: str) -> str:
             hint=nearest(word, PRESETS) or f"known are {known}, and names like Vulkan0",
         )
     return word
+
+
+def known_as(device: str) -> str:
+    """Return the one name of a device, in lower case: `vulkan` for `Vulkan0`, which is the same."""
+    word = device.lower()
+    words = {p.listed.lower(): p.word for p in PRESETS.values() if p.listed}
+    return words.get(word, word)
 
 
 def misses_departures(version: str | None) -> bool:

@@ -33,6 +33,7 @@ import msgspec
 
 from onebit_serve.core.folders import state_folder
 from onebit_serve.core.ladder import Costs
+from onebit_serve.core.presets import known_as
 from onebit_serve.core.shapes import Classes, Histogram, Shape
 
 __all__ = ["FLUSH_S", "History", "Key", "Remembered", "key_of", "state_file"]
@@ -40,7 +41,10 @@ __all__ = ["FLUSH_S", "History", "Key", "Remembered", "key_of", "state_file"]
 FLUSH_S = 20.0
 """Seconds between two flushes: a third of the minute that a kill may cost."""
 HALF_LIFE_S = 14 * 86400.0
-EPOCH_S = 1_767_225_600.0  # 2026-01-01; weights stay within a float until about 2064
+EPOCH_S = 1_767_225_600.0  # 2026-01-01
+FEWEST_HALVINGS, MOST_HALVINGS = -100.0, 800.0
+"""Half-lives since then: a clock before 2022 or after 2056 counts as these. A weight that one of
+them wrote is still a float for the other."""
 BUSY_S = 2.0
 MOST_SIZES = 4096
 MOST_KEYS = 64
@@ -101,10 +105,10 @@ def key_of(model: str, device: str, binary: str) -> Key:
 
     Args:
         model: Its file; a name that is none (mlx) stands for itself.
-        device: The word of log lines.
+        device: The word of log lines, or a listed name.
         binary: Its program.
     """
-    return Key(_identity(model), device, _identity(binary))
+    return Key(_identity(model), known_as(device), _identity(binary))
 
 
 def _identity(path: str) -> str:
@@ -216,7 +220,8 @@ class History:
 
     def _scale(self) -> float:
         """Return by what a weight of now is multiplied to be stored."""
-        return float(2.0 ** ((self._now() - EPOCH_S) / HALF_LIFE_S))
+        halvings = (self._now() - EPOCH_S) / HALF_LIFE_S
+        return float(2.0 ** max(FEWEST_HALVINGS, min(MOST_HALVINGS, halvings)))
 
     def _read(self, db: sqlite3.Connection, key: int, *, cache_found: bool) -> Remembered:
         scale = self._scale()

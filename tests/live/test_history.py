@@ -14,7 +14,7 @@ import pytest
 from onebit_serve.core.ladder import Costs
 from onebit_serve.core.shapes import Classes, Shape
 from onebit_serve.live import history
-from onebit_serve.live.history import FLUSH_S, HALF_LIFE_S, History, Key, state_file
+from onebit_serve.live.history import FLUSH_S, HALF_LIFE_S, History, Key, key_of, state_file
 
 KEY = Key("model.gguf 123", "HRX0", "version: 1")
 OTHER = Key("other.gguf 5", "HRX0", "version: 1")
@@ -300,3 +300,24 @@ def test_a_supervisor_killed_at_any_moment_loses_only_what_was_not_flushed(file)
 
 def test_flushes_are_less_than_a_minute_apart():
     assert FLUSH_S <= 60
+
+
+YEAR_S = 365 * 86400.0
+
+
+@pytest.mark.parametrize("now_s", [-YEAR_S, 0.0, 10 * YEAR_S, 80 * YEAR_S, 120 * YEAR_S, 1e12])
+def test_a_clock_that_is_decades_off_does_no_harm(open_history, said, now_s):
+    kept = open_history(now=Clock(now_s))
+    kept.note_prefill(37)
+    kept.flush()
+    assert kept.load().histogram.prefill == {37: pytest.approx(1.0)}
+    for other_s in (0.0, 1e12):
+        weights = open_history(now=Clock(other_s)).load().histogram.prefill
+        assert 0 < sum(weights.values()) < float("inf")
+    assert said == []
+
+
+def test_a_listed_name_and_its_word_are_the_same_device():
+    keys = {key_of("m.gguf", name, "llama-server") for name in ("vulkan", "Vulkan0", "VULKAN0")}
+    assert len(keys) == 1
+    assert key_of("m.gguf", "Vulkan1", "llama-server") not in keys
