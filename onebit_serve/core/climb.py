@@ -175,6 +175,10 @@ class Climb(msgspec.Struct, frozen=True):
             costs = calibrate(costs, prompt_tokens, prompt_s, step_s)
         return msgspec.structs.replace(self, costs=costs, done=self.done | used)
 
+    def forgotten(self) -> Climb:
+        """Return the climb of a child that lost all it had built."""
+        return msgspec.structs.replace(self, done=frozenset(), ladder=Ladder(), is_planned=False)
+
     def view(self) -> ClimbView:
         """Return what status shows."""
         full = frozenset(self.model.full_set())

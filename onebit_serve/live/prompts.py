@@ -27,7 +27,7 @@ from onebit_serve.live.prefix import PromptWarmer
 from onebit_serve.live.saves import Saves
 from onebit_serve.live.upstream import GoneError, exchange
 
-__all__ = ["TAIL_BLOCKS", "PromptKeeper"]
+__all__ = ["TAIL_BLOCKS", "WOKE", "PromptKeeper"]
 
 TAIL_BLOCKS = 8
 """How many of a reply's last blocks are kept to look for its counts."""
@@ -36,7 +36,7 @@ _IDLE_S = 0.5  # an agent's next request is often there by then
 _REPAIRS_IN_VAIN = 3
 _OK, _FAILED = 200, 500
 _EXIT_NOTICE_S = 0.5  # an exit is told when the output is drained, a tenth of a second at most
-_WOKE = b"exiting sleeping state"  # llama-server b10068, on --sleep-idle-seconds
+WOKE = b"exiting sleeping state"  # llama-server b10068, on --sleep-idle-seconds
 
 
 class PromptKeeper:
@@ -70,6 +70,11 @@ class PromptKeeper:
     def standings(self) -> tuple[Standing, ...]:
         """How each warm prompt stands."""
         return self._warmer.standings if self._warmer else self._standings
+
+    @property
+    def at_work(self) -> bool:
+        """Whether prompts are being put back, or are about to be."""
+        return self._repair_scope is not None or self._rewarm_scope is not None
 
     async def warm(self, port: int, key: str, hear: Callable[[], None]) -> None:
         """Warm a child that is about to be ready.
@@ -143,7 +148,7 @@ class PromptKeeper:
 
     def hear(self, output: bytes) -> None:
         """Look at what the child prints, for its waking from a sleep."""
-        if self.wanted and self._warmer is not None and _WOKE in output:
+        if self.wanted and self._warmer is not None and WOKE in output:
             self._warmer.lost_all()
 
     async def _repair(self, scope: trio.CancelScope) -> None:

@@ -3,6 +3,7 @@
     warm      before ready, for every child anew: the first start, a restart, a lazy one, a reload
     note      what a client's request prefilled: it teaches what to warm first at the next start
     idle      nobody is waiting: go on; `busy` cancels that at once, since a client came
+    hear      the child woke from its sleep: what it had built is gone
     keep      writes what was learnt to the history, from time to time and at the end
 
 What to send, and in what order, is `core.climb`'s to say. A synthetic request is cancelled by
@@ -30,6 +31,7 @@ from onebit_serve.core import options, warmup
 from onebit_serve.core.plan import BackendPlan
 from onebit_serve.core.warmup import WarmUpResult
 from onebit_serve.live.log import Log
+from onebit_serve.live.prompts import WOKE, PromptKeeper
 from onebit_serve.live.upstream import GoneError, exchange
 
 if TYPE_CHECKING:  # imported when the child loads: nothing here may delay its start
@@ -72,17 +74,19 @@ class Shaper:
     Args:
         plan: The backend.
         log: Where to say what happened.
+        prompts: Its warm prompts, which go before the idle warm-up.
 
     Attributes:
         wanted: Whether there is anything to do for this backend.
     """
 
-    def __init__(self, plan: BackendPlan, log: Log) -> None:
+    def __init__(self, plan: BackendPlan, log: Log, prompts: PromptKeeper) -> None:
         warm_up = plan.warm_up
         can = plan.kind == "llama-server" and plan.role == "chat" and plan.device != "cpu"
         self.wanted = can and not warm_up.skip and (warm_up.budget_s > 0 or warm_up.idle)
         self._plan = plan
         self._log = log
+        self._prompts = prompts
         self._climb: Climb | None = None
         self._child: _Child | None = None
         self._history: History | None = None
@@ -263,6 +267,13 @@ class Shaper:
         self._child = None
         self._is_done = True
 
+    def hear(self, output: bytes) -> None:
+        """Look at what the child prints, for its waking from a sleep, which unloads all."""
+        if self._climb is not None and WOKE in output:
+            self._climb = self._climb.forgotten()
+            self._ours = {}
+            self._is_done = False
+
     async def _climb_idle(self, scope: trio.CancelScope) -> None:
         with scope:
             await trio.sleep(_IDLE_S)
@@ -280,8 +291,10 @@ class Shaper:
         climb = self._climb
         if climb is None:
             return False
+        if await self._sleeps():
+            return False
         slots = await self._slots()
-        if any(slot.get("is_processing") for slot in slots):
+        if self._prompts.at_work or any(slot.get("is_processing") for slot in slots):
             # what a client left behind, or what we cancelled: it is not idle yet
             await trio.sleep(_BUSY_POLL_S)
             return True
@@ -304,7 +317,7 @@ class Shaper:
         first_s = await self._send(request, pinned)
         again_s = await self._send(request, pinned)
         # `served` cannot have come between: a client's request would have cancelled this
-        came = self._clients_came
+        came = self._clients_came or self._prompts.wanted  # these build shapes as clients do
         self._climb = after.completed(request, first_s, again_s, clients_came=came)
         self._climbed = True
         before, left = _by_id(slots), _by_id(await self._slots())
@@ -312,6 +325,12 @@ class Shaper:
             id_: slot for id_, slot in left.items() if id_ in ours or slot != before.get(id_)
         }
         return True
+
+    async def _sleeps(self) -> bool:
+        """Tell whether the child sleeps; this question, unlike `/slots`, does not wake it."""
+        child = self._child
+        props = await _json(child.port, child.key, "GET", "/props") if child else None
+        return isinstance(props, dict) and props.get("is_sleeping") is True
 
     async def _slots(self) -> list[dict[str, Any]]:
         child = self._child

@@ -80,7 +80,7 @@ class Backend:
         self.output = LineRing()
         self.counters = Counters()
         self.prompts = PromptKeeper(plan, log)
-        self.shaper = Shaper(plan, log)
+        self.shaper = Shaper(plan, log, self.prompts)
         self.held = False
         self._file = file
         self.ended = ""
@@ -203,7 +203,9 @@ class Backend:
         """Empty the prompt cache's slots and warm behind; return whether it has one now."""
         if self._life.state is not State.READY or self._nursery is None:
             return False
+        self.shaper.busy()
         await self.prompts.rewarm(self._nursery, clear=clear, wait_s=_CLEAR_S if clear else 0)
+        self._climb_on()
         return True
 
     def pids(self) -> tuple[int, ...]:
@@ -298,8 +300,7 @@ class Backend:
         return self._lease(episode)
 
     def _lease(self, episode: Episode) -> Lease:
-        wants_tail = self.prompts.wanted or self.shaper.active
-        lease = Lease(self, episode, wants_tail=wants_tail)
+        lease = Lease(self, episode, wants_tail=self.prompts.wanted or self.shaper.active)
         self.prompts.busy()
         self.shaper.busy()
         self._leases.add(lease)
@@ -429,6 +430,7 @@ class Backend:
     def _listen(self, data: bytes) -> None:
         self.output.feed(data)
         self.prompts.hear(data)
+        self.shaper.hear(data)
         if self._file is not None:
             self._file.write(data)
 
@@ -475,8 +477,7 @@ class Backend:
         if not whole and not episode.leaving.is_set() and not self._abandoned and self._nursery:
             self._abandoned = True
             self._nursery.start_soon(self._settle, episode)
-        if self._line:
-            self._move_line()
+        self._move_line()
         if not self._leases:
             self.last_end_s = time.monotonic()
             self._wake()  # somebody may wait for that to stop it

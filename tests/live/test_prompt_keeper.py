@@ -393,3 +393,16 @@ def test_a_child_that_woke_has_lost_all(keeper):
     assert not keeper._warmer.repair_due
     keeper.hear(b"srv: server is exiting sleeping state\n")
     assert keeper._warmer.repair_due
+
+
+async def test_prompts_are_at_work_from_the_first_thought_of_a_repair_to_its_end(keeper):
+    assert not keeper.at_work
+    async with trio.open_nursery() as nursery:
+        keeper.note(PATH, BODY, b'{"cache_n":0}')
+        keeper._warmer.begun, keeper._warmer.ended = trio.Event(), trio.Event()
+        keeper.idle(nursery)
+        assert keeper.at_work
+        with trio.fail_after(10):
+            await keeper._warmer.begun.wait()
+            keeper.busy()
+    assert not keeper.at_work
