@@ -54,15 +54,19 @@ class CachePlan(msgspec.Struct, frozen=True):
     off: tuple[str, ...] = ()
 
 
-def describe(plan: CachePlan, found: Sequence[str]) -> str:
+def describe(plan: CachePlan, found: Sequence[str], lacking: Sequence[str] = ()) -> str:
     """Say in one line how a start finds its caches; nothing where its device has none.
 
     Args:
         plan: The caches.
         found: Names of those that hold something.
+        lacking: Folders of ours that cannot be made or written to.
     """
     if found:
         return f"driver cache found: {', '.join(found)}"
+    if lacking:
+        places = ", ".join(lacking)
+        return f"no driver cache found, and what is compiled now is not kept: check {places}"
     if plan.look:
         places = ", ".join(folder for _, folder, _ in plan.look)
         others = f" ({', '.join(plan.off)} is off)" if plan.off else ""

@@ -132,7 +132,7 @@ class Climb(msgspec.Struct, frozen=True):
         first_s: float,
         again_s: float | None = None,
         *,
-        clients_came: bool = False,
+        may_be_built: bool = False,
     ) -> Climb:
         """Return the climb after a synthetic request that ran to its end.
 
@@ -140,11 +140,11 @@ class Climb(msgspec.Struct, frozen=True):
             request: What was sent.
             first_s: Seconds it took; of a burst, until the last one ended.
             again_s: Seconds of the same sent once more right after it.
-            clients_came: Whether the child had any client's request before it. What such a request
-                built is not always known: it may have ended early, or run beside another.
+            may_be_built: Whether something else may have built its shapes before it: a client's
+                request that ended early or ran beside another, or a run that filled a cache.
         """
         warmed = Warmed(request, first_s, again_s)
-        costs = learn(self.costs, warmed, already=self.done, clients_came=clients_came)
+        costs = learn(self.costs, warmed, already=self.done, may_be_built=may_be_built)
         if again_s is not None and max(request.decode_tokens) == 1:
             costs = calibrate(costs, request.prompt_tokens, again_s)
         return msgspec.structs.replace(

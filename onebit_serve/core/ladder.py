@@ -310,7 +310,7 @@ def _by_worth(
 
 
 def learn(
-    costs: Costs, warmed: Warmed, *, already: Iterable[Shape] = (), clients_came: bool = False
+    costs: Costs, warmed: Warmed, *, already: Iterable[Shape] = (), may_be_built: bool = False
 ) -> Costs:
     """Return the costs as one more synthetic request showed them.
 
@@ -319,14 +319,14 @@ def learn(
     among them, and the median of what was measured predicts the rest.
 
     What is measured as cheap is never sent again, in later starts neither, so it must be sure: a
-    prediction may have been too long, the share of several may hide one that is dear, and a client
-    may have built the shape before.
+    prediction may have been too long, the share of several may hide one that is dear, and the shape
+    may have been built before.
 
     Args:
         costs: What was known.
         warmed: The request and its times.
         already: Shapes that were warm before it.
-        clients_came: Whether a client's request, whole or not, may have built them before it.
+        may_be_built: Whether something else may have built its shapes before it.
     """
     new = warmed.request.shapes - frozenset(already)
     if not new:
@@ -334,7 +334,7 @@ def learn(
     again_s = warmed.again_s if warmed.again_s is not None else costs.warm(warmed.request)
     extra_s = max(0.0, warmed.first_s - again_s)
     share = extra_s / len(new)
-    if clients_came and share < CHEAP_S:
+    if may_be_built and share < CHEAP_S:
         return costs
     if warmed.again_s is None or extra_s >= CHEAP_S:
         share = max(share, CHEAP_S)

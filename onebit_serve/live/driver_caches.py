@@ -15,7 +15,7 @@ _NOT_ENTRIES = frozenset({"index", "marker"})
 
 
 def make_folders(plan: CachePlan) -> tuple[str, ...]:
-    """Make our own folders, for their owner only; return those that cannot be made.
+    """Make our own folders, for their owner only; return those that cannot be made or written to.
 
     A driver whose folder is missing compiles without a cache, so a failure costs time only.
     """
@@ -27,7 +27,7 @@ def _made(folder: str) -> bool:
         Path(folder).mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError:
         return False
-    return True
+    return os.access(folder, os.W_OK)
 
 
 def found(plan: CachePlan) -> tuple[str, ...]:

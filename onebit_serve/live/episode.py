@@ -129,7 +129,7 @@ class Episode:
         episode = cls(number, plan, child, made.port, made.key, log, tell, listen, work)
         episode._spawned_s = made.at_s
         episode.caches_found = made.caches_found
-        caches = describe(plan.caches, made.caches_found)
+        caches = describe(plan.caches, made.caches_found, made.caches_lacking)
         if caches:
             log.say(f"{plan.name}: {caches}", backend=plan.name)
         return episode

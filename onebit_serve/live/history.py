@@ -83,11 +83,14 @@ class Remembered(msgspec.Struct, frozen=True):
         histogram: Decayed weights; empty where nothing was seen.
         classes: What discovery found; `None` where it never ran.
         costs: Measured costs; `None` where nothing was measured in this state of the caches.
+        cache_filled: Whether the cache that was found holds what this key compiles: an earlier run
+            warmed all its shapes. Else it may be another model's, or hold a part.
     """
 
     histogram: Histogram = Histogram()
     classes: Classes | None = None
     costs: Costs | None = None
+    cache_filled: bool = False
 
 
 class _StoredCosts(msgspec.Struct):
@@ -184,7 +187,8 @@ class History:
 
         Args:
             cache_found: Whether the driver's or runtime's cache was there at this start: first
-                uses cost something else with and without it, and are kept apart.
+                uses cost something else with and without it, and are kept apart. One that this
+                key did not fill counts as none.
         """
         remembered = Remembered()
 
@@ -215,6 +219,17 @@ class History:
         name = _costs_name(cache_found=cache_found)
         self._write(lambda db, key: self._put(db, key, name, msgspec.json.encode(stored)))
 
+    def save_filled(self, *, filled: bool) -> None:
+        """Keep whether all shapes of this key were warmed since its caches were last empty."""
+
+        def write(db: sqlite3.Connection, key: int) -> None:
+            if filled:
+                self._put(db, key, "filled", b"1")
+            else:
+                db.execute("DELETE FROM facts WHERE key = ? AND name = 'filled'", (key,))
+
+        self._write(write)
+
     def _names(self) -> tuple[str, str, str]:
         return (self._key.model, self._key.device, self._key.binary)
 
@@ -231,11 +246,13 @@ class History:
         ):
             found[kind][size] = weight / scale
         facts = dict(db.execute("SELECT name, value FROM facts WHERE key = ?", (key,)).fetchall())
-        classes, costs = facts.get("classes"), facts.get(_costs_name(cache_found=cache_found))
+        filled = cache_found and "filled" in facts
+        classes, costs = facts.get("classes"), facts.get(_costs_name(cache_found=filled))
         return Remembered(
             Histogram(**found),
             msgspec.json.decode(classes, type=Classes) if classes else None,
             _restored(costs) if costs else None,
+            filled,
         )
 
     def _add(self, db: sqlite3.Connection, key: int, noted: Counter[tuple[str, int]]) -> None:

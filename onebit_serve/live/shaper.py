@@ -94,7 +94,8 @@ class Shaper:
         self._scope: trio.CancelScope | None = None
         self._ours: dict[int, object] = {}
         self._now = ""
-        self._is_done = self._cache_found = self._climbed = self._clients_came = False
+        self._is_done = self._climbed = self._others_came = False
+        self._some_cache = self._cache_filled = False
         self._quiet_since_s = 0.0
         self._ended = trio.Event()
 
@@ -132,8 +133,8 @@ class Shaper:
             first: What its first warm-up request came to.
             cache_found: Whether its driver's or runtime's cache held something at its start.
         """
-        self._cache_found = cache_found
-        self._climbed = self._clients_came = False
+        self._some_cache = cache_found
+        self._climbed = self._others_came = False
         self._climb = self._child = None
         self._ours = {}
         self._is_done = False
@@ -145,6 +146,7 @@ class Shaper:
                 await self._meet(port, key, hear, first)
                 await self._climb_before()
                 self._ours = _by_id(await self._slots())  # nobody else was let in so far
+                self._others_came = self._prompts.wanted  # they build shapes as clients do
             except (GoneError, _RefusedError) as error:
                 # the exit of a child that is gone is told by those who watch it
                 self._say(f"no further shapes are warmed: {error}")
@@ -175,8 +177,12 @@ class Shaper:
             warmup.prompt_ids(seed["tokens"], 1)
         except (KeyError, TypeError, ValueError) as error:
             raise _RefusedError(f"it did not say what a plan needs ({error!r})") from None
-        load = partial(self._kept().load, cache_found=self._cache_found)
+        history = self._kept()
+        if not self._some_cache:  # what an earlier run filled is gone
+            await trio.to_thread.run_sync(partial(history.save_filled, filled=False))
+        load = partial(history.load, cache_found=self._some_cache)
         remembered = await trio.to_thread.run_sync(load)
+        self._cache_filled = remembered.cache_filled
         ubatch = self._number(512, "-ub", "--ubatch-size")
         splitting = Splitting(
             ubatch, self._number(2048, "-b", "--batch-size"), bool(first.checkpoints)
@@ -194,7 +200,7 @@ class Shaper:
                 plan.device,
                 histogram=remembered.histogram,
                 costs=remembered.costs,
-                cache_found=self._cache_found,
+                cache_found=self._cache_filled,
                 first_prompt_tokens=first.prompt_tokens or 0,
                 first_prompt_s=first.prompt_ms / 1000,
                 first_decode_tokens=first.decode_tokens or 1,
@@ -217,9 +223,10 @@ class Shaper:
             share = 1 - (end_s - trio.current_time()) / budget_s
             self._log.progress(name, f"{name}: warming {request.label()}", share)
             took_s, again_s = await self._send(request, range(request.sequences)), None
-            if after.seems_cheap(request, took_s):
+            doubtful = self._may_be_built()
+            if not doubtful and after.seems_cheap(request, took_s):
                 again_s = await self._send(request, range(request.sequences))
-            self._climb = after.completed(request, took_s, again_s)
+            self._climb = after.completed(request, took_s, again_s, may_be_built=doubtful)
 
     # ------------------------------------------------------------------------ client traffic
 
@@ -248,7 +255,7 @@ class Shaper:
 
     def busy(self) -> None:
         """Note that a client's request came: it goes first."""
-        self._clients_came = True
+        self._others_came = True
         if self._scope is not None:
             self._scope.cancel()
             self._scope = None
@@ -306,6 +313,9 @@ class Shaper:
         if request is None:
             self._is_done = not after.ladder.idle
             if self._is_done:
+                if self._history is not None:
+                    filled = partial(self._history.save_filled, filled=True)
+                    await trio.to_thread.run_sync(filled)
                 seen = await trio.to_thread.run_sync(after.view, abandon_on_cancel=True)
                 if self._climbed:
                     self._say(f"warmed {seen.warmed} of {seen.planned} shapes, the last while idle")
@@ -317,14 +327,22 @@ class Shaper:
         first_s = await self._send(request, pinned)
         again_s = await self._send(request, pinned)
         # `served` cannot have come between: a client's request would have cancelled this
-        came = self._clients_came or self._prompts.wanted  # these build shapes as clients do
-        self._climb = after.completed(request, first_s, again_s, clients_came=came)
+        doubtful = self._may_be_built()
+        self._climb = after.completed(request, first_s, again_s, may_be_built=doubtful)
         self._climbed = True
         before, left = _by_id(slots), _by_id(await self._slots())
         self._ours = {
             id_: slot for id_, slot in left.items() if id_ in ours or slot != before.get(id_)
         }
         return True
+
+    def _may_be_built(self) -> bool:
+        """Tell whether anything else may have built what is sent.
+
+        What a client's request built is not always known: it may have ended early, or run beside
+        another. A cache that this backend did not fill may be another model's, or hold a part.
+        """
+        return self._others_came or (self._some_cache and not self._cache_filled)
 
     async def _sleeps(self) -> bool:
         """Tell whether the child sleeps; this question, unlike `/slots`, does not wake it."""
@@ -367,7 +385,7 @@ class Shaper:
             self._history.flush()
             climb = self._climb
             if climb is not None and climb.sent and climb is not self._saved:
-                self._history.save_costs(climb.costs, cache_found=self._cache_found)
+                self._history.save_costs(climb.costs, cache_found=self._cache_filled)
                 self._saved = climb
 
     def _kept(self) -> History:

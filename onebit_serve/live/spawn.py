@@ -38,6 +38,7 @@ class Spawned(msgspec.Struct, frozen=True):
         key: The API key that only we know, or empty where the program has none.
         at_s: When it was started, on the monotonic clock.
         caches_found: Driver and runtime caches that held something before it was started.
+        caches_lacking: Folders for them that cannot be made or written to.
     """
 
     process: subprocess.Popen[bytes]
@@ -46,6 +47,7 @@ class Spawned(msgspec.Struct, frozen=True):
     key: str
     at_s: float
     caches_found: tuple[str, ...] = ()
+    caches_lacking: tuple[str, ...] = ()
 
 
 def spawn_eager(plan: Plan) -> dict[str, Spawned]:
@@ -74,9 +76,10 @@ def spawn(plan: BackendPlan) -> Spawned:
         # not by `secrets`, whose imports take longer than the rest of this
         key = environment["LLAMA_API_KEY"] = os.urandom(_KEY_BYTES).hex()
     caches_found = driver_caches.found(plan.caches)
-    driver_caches.make_folders(plan.caches)  # one that cannot be made costs time only
+    lacking = driver_caches.make_folders(plan.caches)  # one that cannot be made costs time only
     at_s = time.monotonic()
-    return Spawned(*launch(plan.command(port), environment), port, key, at_s, caches_found)
+    launched = launch(plan.command(port), environment)
+    return Spawned(*launched, port, key, at_s, caches_found, lacking)
 
 
 def free_port() -> int:

@@ -111,3 +111,10 @@ def test_a_start_says_how_it_finds_its_caches():
     off = plan_caches("zinc", {**HOME, "MESA_SHADER_CACHE_DISABLE": "1"}, root=ROOT)
     assert describe(off, ()) == "the driver cache is off (mesa)"
     assert describe(CachePlan(), ()) == ""
+
+
+def test_a_start_does_not_say_that_something_is_kept_where_nothing_can_be():
+    plan = plan_caches("zinc", HOME, root=ROOT)
+    said = describe(plan, (), ("/cache/onebit/mesa",))
+    assert "is not kept: check /cache/onebit/mesa" in said
+    assert describe(plan, ("mesa",), ("/cache/onebit/mesa",)) == "driver cache found: mesa"

@@ -101,7 +101,7 @@ def test_what_clients_may_have_built_is_not_left_out_of_later_starts():
     for _ in range(2):  # a shape that clients use at once after each start
         climb = begin(HRX, "hrx", costs=costs)
         _, request, _ = climb.idle(EMPTY, host_cache=False)
-        costs = climb.completed(request, 0.051, 0.050, clients_came=True).costs
+        costs = climb.completed(request, 0.051, 0.050, may_be_built=True).costs
     later, _ = climb_before(begin(HRX, "hrx", costs=costs), Backend(HRX, 0.165), 300.0)
     assert later.ladder.cheap == ()
     assert later.done >= request.shapes

@@ -191,8 +191,8 @@ def test_a_first_use_is_not_cheap_because_its_warm_time_was_predicted_too_long()
 
 
 def test_a_first_use_is_not_cheap_where_a_client_may_have_built_it_before():
-    assert learn(COSTS, Warmed(ONE, 0.050, 0.048), clients_came=True) == COSTS
-    dear = learn(COSTS, Warmed(ONE, 0.250, 0.050), clients_came=True)
+    assert learn(COSTS, Warmed(ONE, 0.050, 0.048), may_be_built=True) == COSTS
+    dear = learn(COSTS, Warmed(ONE, 0.250, 0.050), may_be_built=True)
     assert dear.measured == {Shape(33): pytest.approx(0.2)}
 
 

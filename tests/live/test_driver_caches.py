@@ -39,3 +39,8 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "taken").write_text("a file")
     folder = str(tmp_path / "taken" / "mesa")
     assert make_folders(CachePlan(folders=(folder,))) == (folder,)
+
+
+def test_a_folder_that_cannot_be_written_to_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr("os.access", lambda _path, _mode: False)
+    assert make_folders(CachePlan(folders=(str(tmp_path),))) == (str(tmp_path),)

@@ -155,6 +155,8 @@ def test_discovered_classes_and_costs_come_back(open_history):
     kept.save_costs(Costs(), cache_found=True)
     found = open_history().load()
     assert (found.classes, found.costs) == (Classes((1, 9, 33)), costs)
+    assert open_history().load(cache_found=True).costs == costs
+    kept.save_filled(filled=True)
     assert open_history().load(cache_found=True).costs == Costs()
 
 
@@ -321,3 +323,14 @@ def test_a_listed_name_and_its_word_are_the_same_device():
     keys = {key_of("m.gguf", name, "llama-server") for name in ("vulkan", "Vulkan0", "VULKAN0")}
     assert len(keys) == 1
     assert key_of("m.gguf", "Vulkan1", "llama-server") not in keys
+
+
+def test_a_cache_that_was_emptied_since_is_not_filled(open_history):
+    kept = open_history()
+    assert not kept.load(cache_found=True).cache_filled
+    kept.save_filled(filled=True)
+    assert kept.load(cache_found=True).cache_filled
+    assert not kept.load(cache_found=False).cache_filled
+    assert not open_history(OTHER).load(cache_found=True).cache_filled
+    kept.save_filled(filled=False)
+    assert not kept.load(cache_found=True).cache_filled

@@ -226,11 +226,12 @@ def test_a_backend_that_dies_under_a_synthetic_request_comes_back_and_is_warmed_
 
 
 def test_a_cache_of_an_earlier_run_is_said_and_makes_first_uses_cheap(start, tmp_path):
-    first = start("2", "1").ready()
+    first = start("0", "1").ready()
     assert first.said("no driver cache found")
     mesa = tmp_path / "xdg" / "cache" / "onebit" / "mesa"
     assert mesa.stat().st_mode & 0o777 == 0o700
     assert shapes(first)["cheap"] == 0
+    until(lambda: first.said("the last while idle"), "the end of the idle warm-up", LONG_S)
     first.stop()
     entry = mesa / "mesa_shader_cache" / "ab" / "cdef"
     entry.parent.mkdir(parents=True)

@@ -14,6 +14,7 @@ from onebit_serve.core.warmup import WarmUpResult
 from onebit_serve.live import shaper
 from onebit_serve.live.shaper import Shaper
 
+FIRST = WarmUpResult(5.0, prompt_tokens=465, decode_tokens=8)
 WOKE = b"srv  update_slots: exiting sleeping state\n"
 
 
@@ -77,7 +78,7 @@ async def ready(llama, prompts):
         plan, warm_up=msgspec.structs.replace(plan.warm_up, budget_s=0, idle=True)
     )
     made.wanted = True
-    await made.warm(1, "", lambda: None, WarmUpResult(5.0, prompt_tokens=465, decode_tokens=8))
+    await made.warm(1, "", lambda: None, FIRST)
     llama.paths.clear()
     return made
 
@@ -97,8 +98,8 @@ async def test_a_server_that_sleeps_is_not_woken_and_is_warmed_when_a_client_wok
     assert ready.view().warmed == ready.view().planned
 
 
-async def test_what_was_warm_before_a_sleep_is_warmed_again_after_it(ready, llama, prompts):
-    prompts.wanted = True  # so that no first use counts as cheap
+async def test_what_was_warm_before_a_sleep_is_warmed_again_after_it(ready, llama):
+    ready.busy()  # so that no first use counts as cheap
     await idle(ready)
     sent = llama.count("/completion")
     await idle(ready)
@@ -126,6 +127,7 @@ async def test_nothing_is_sent_while_prompts_are_put_back(ready, llama, prompts)
 
 async def test_prompts_that_are_put_back_may_have_built_what_then_looks_cheap(ready, prompts):
     prompts.wanted = True  # each answer comes at once here
+    await ready.warm(1, "", lambda: None, FIRST)
     await idle(ready)
     assert ready._climb.costs.measured == {}
 
@@ -134,6 +136,15 @@ async def test_what_is_sent_to_an_untouched_server_shows_what_is_cheap(ready):
     await idle(ready)
     assert ready._climb.costs.measured
     ready._write()
-    await ready.warm(1, "", lambda: None, WarmUpResult(5.0, prompt_tokens=465, decode_tokens=8))
+    await ready.warm(1, "", lambda: None, FIRST)
     await idle(ready)
     assert ready.view().cheap > 0
+
+
+async def test_what_a_cache_of_unknown_content_makes_cheap_is_not_kept_as_cheap(ready):
+    await ready.warm(1, "", lambda: None, FIRST, cache_found=True)
+    await idle(ready)
+    assert ready._climb.costs.measured == {}
+    await ready.warm(1, "", lambda: None, FIRST, cache_found=True)
+    await idle(ready)  # the run before has filled it
+    assert ready._climb.costs.measured
