@@ -30,7 +30,7 @@ from onebit_serve.core.plan import BackendPlan
 from onebit_serve.live.free_memory import machine_memory
 from onebit_serve.live.log import Log
 
-__all__ = ["Fetched", "fetch", "parts_of", "read_ahead", "resident_bytes"]
+__all__ = ["Fetched", "fetch", "files_of", "parts_of", "read_ahead", "resident_bytes"]
 
 STEP_BYTES = 8 << 20
 IN_FLIGHT = 4
@@ -41,6 +41,8 @@ ALMOST_ALL = 0.99
 WORTH_BYTES = 64 << 20
 """A smaller file is read by its child in a moment."""
 SAY_EVERY_S = 10.0
+_BESIDE = (("-md", "--model-draft", "--spec-draft-model"), ("-mm", "--mmproj"))
+"""Options that name further files a child loads."""
 _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 
 
@@ -73,6 +75,13 @@ def parts_of(model: Path) -> tuple[Path, ...]:
     return tuple(path for name in names if (path := model.with_name(name)).is_file())
 
 
+def files_of(plan: BackendPlan) -> tuple[Path, ...]:
+    """Return the files a backend loads: its model, then draft model and projector where given."""
+    named = [options.value(plan.arguments, *spellings) for spellings in _BESIDE]
+    beside = [Path(name) for name in named if name and Path(name).is_file()]
+    return tuple(part for file in (Path(plan.model), *beside) for part in parts_of(file))
+
+
 async def read_ahead(plan: BackendPlan, log: Log) -> None:
     """Read a backend's model ahead of its child, and say how that went; cancel it at any time.
 
@@ -83,7 +92,7 @@ async def read_ahead(plan: BackendPlan, log: Log) -> None:
     past_the_cache = any(options.given(plan.arguments, name) for name in ("-dio", "--direct-io"))
     if plan.kind == "mlx" or past_the_cache:
         return
-    files = parts_of(Path(plan.model))
+    files = files_of(plan)
     try:
         total_bytes = sum(file.stat().st_size for file in files)
     except OSError:  # its child says it better
@@ -208,10 +217,37 @@ def _fetch(
     if available_bytes is None:
         all_bytes, free_bytes = machine_memory()
         available_bytes = free_bytes - int(all_bytes * RESERVE_SHARE)
-    if lacking > available_bytes:
-        missing_mib = (lacking - available_bytes) >> 20
-        return Fetched("short", 0, total, detail=f"{missing_mib} MiB more memory would be needed")
-    return _Reader(files, sizes, on_progress, stop).run()
+    missing = _PROMISED.take(lacking, available_bytes)
+    if missing:
+        detail = f"{missing >> 20} MiB more memory would be needed"
+        return Fetched("short", 0, total, detail=detail)
+    try:
+        return _Reader(files, sizes, on_progress, stop).run()
+    finally:
+        _PROMISED.give_back(lacking)
+
+
+class _Promised:
+    """Memory that prefetches under way are going to fill: several backends may start at once."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._bytes = 0
+
+    def take(self, more_bytes: int, available_bytes: int) -> int:
+        """Promise that much, or return how much of it is missing."""
+        with self._lock:
+            missing = self._bytes + more_bytes - available_bytes
+            if missing <= 0:
+                self._bytes += more_bytes
+            return max(0, missing)
+
+    def give_back(self, bytes_: int) -> None:
+        with self._lock:
+            self._bytes -= bytes_
+
+
+_PROMISED = _Promised()
 
 
 class _Reader:

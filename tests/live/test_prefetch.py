@@ -2,14 +2,17 @@ from __future__ import annotations
 
 import os
 import threading
+from functools import partial
 
+import msgspec
 import pytest
 import tiny_models as models
 import trio
 from front_door import Front
 
+from onebit_serve.core.plan import BackendPlan
 from onebit_serve.live import prefetch
-from onebit_serve.live.prefetch import fetch, parts_of, resident_bytes
+from onebit_serve.live.prefetch import fetch, files_of, parts_of, resident_bytes
 
 SIZE_BYTES = 3 * prefetch.STEP_BYTES + 12_345
 
@@ -71,6 +74,45 @@ async def test_a_file_that_would_not_fit_is_left_alone(cold):
     assert fetched.outcome == "short"
     assert "MiB more memory" in fetched.detail
     assert resident_bytes(path) == 0
+
+
+async def test_two_at_once_do_not_count_on_the_same_memory(cold):
+    first, second = cold("first.gguf"), cold("second.gguf")
+    begun, go_on = trio.Event(), threading.Event()
+    token = trio.lowlevel.current_trio_token()
+
+    def pause(_done, _total):
+        token.run_sync_soon(begun.set)
+        go_on.wait(10)
+
+    room = SIZE_BYTES * 3 // 2
+    with trio.fail_after(20):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(partial(fetch, [first], pause, available_bytes=room))
+            await begun.wait()
+            assert (await fetch([second], available_bytes=room)).outcome == "short"
+            go_on.set()
+    assert (await fetch([second], available_bytes=room)).outcome == "read"
+
+
+def test_a_draft_model_and_a_projector_are_read_with_their_model(tmp_path):
+    names = ("m.gguf", "head-00001-of-00002.gguf", "head-00002-of-00002.gguf", "eyes.gguf")
+    model, head, rest, eyes = (tmp_path / name for name in names)
+    for path in (model, head, rest, eyes):
+        path.write_text("x")
+    plan = BackendPlan(
+        name="b",
+        served_id="b",
+        device="cpu",
+        kind="llama-server",
+        role="chat",
+        binary="b",
+        model=str(model),
+        arguments=("-md", str(head), "--mmproj", str(eyes)),
+    )
+    assert files_of(plan) == (model, head, rest, eyes)
+    missing = msgspec.structs.replace(plan, arguments=("-mm", str(tmp_path / "none.gguf")))
+    assert files_of(missing) == (model,)
 
 
 async def test_progress_grows_to_the_whole(cold):
