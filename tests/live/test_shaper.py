@@ -161,6 +161,15 @@ def test_status_shows_the_synthetic_request_that_runs_and_a_client_cancels_it(st
     until(lambda: front.record("gone"), "the end of the synthetic request", LONG_S)
 
 
+def test_clearing_the_prompt_cache_cancels_a_synthetic_request_and_it_goes_on_afterwards(start):
+    front = start("0", "1", scale=0.3).ready()
+    until(lambda: shapes(front).get("now"), "a synthetic request", LONG_S)
+    assert front.client.delete("/v1/cache/prefix").status_code < 300
+    until(lambda: front.record("gone"), "the end of the synthetic request", LONG_S)
+    before = len(front.requests("/slots"))
+    until(lambda: len(front.requests("/slots")) > before, "a look at what is free", LONG_S)
+
+
 @pytest.mark.parametrize("slots", ["1", "2"])
 def test_without_a_host_cache_no_cached_prefix_is_lost(start, slots):
     front = start("0", "1", arguments=("-np", slots, "--cache-ram", "0")).ready()
