@@ -197,7 +197,7 @@ class House:
         return True
 
     async def _renew(self, backend: Backend) -> None:
-        backend.held = True
+        backend.hold()
         try:
             with trio.move_on_after(self.plan.server.drain_s or float("inf")):
                 await backend.wait_for(lambda v: not v.in_flight)
@@ -205,7 +205,7 @@ class House:
             backend.want()
             await backend.wait_for(lambda v: v.state is not State.READY)
         finally:
-            backend.held = False
+            backend.release()
 
     async def stop(self) -> None:
         """Stop every backend, the last started first."""

@@ -68,7 +68,6 @@ class Backend:
         ended: How its last child ended, in words; empty before the first end.
         prompts: Its warm prompts.
         shaper: Warms its shapes.
-        held: Requests wait in line although the child could take them.
         last_end_s: When its last request ended, on the monotonic clock.
         starter: Starts it for a request; told who picked it.
     """
@@ -81,7 +80,7 @@ class Backend:
         self.counters = Counters()
         self.prompts = PromptKeeper(plan, log)
         self.shaper = Shaper(plan, log)
-        self.held = False
+        self._holds = 0
         self._file = file
         self.ended = ""
         self._log = log
@@ -155,12 +154,22 @@ class Backend:
         """
         self._post(machine.Halted(if_idle), _ANYBODY)
 
+    @property
+    def held(self) -> bool:
+        """Whether requests wait in line although the child could take them."""
+        return self._holds > 0
+
+    def hold(self) -> None:
+        """Let no request go to it, nor start it, until `release`."""
+        self._holds += 1
+
     def release(self) -> None:
-        """Hold it no longer: let those in line go, or start it for them where it was stopped."""
-        self.held = False
-        if self._life.state is State.READY:
-            self._move_line()
-        elif self._line:
+        """Take one hold back; after the last, start it where requests wait, or let them go."""
+        self._holds -= 1
+        if self.held:
+            return
+        self._move_line()
+        if self._line and self._life.state in (State.STOPPED, State.STOPPING):
             self.starter(self, "")
 
     def hand_over(self) -> None:
@@ -265,7 +274,7 @@ class Backend:
             self._line.appendleft(waiter)
         else:
             self._line.append(waiter)
-        if verdict is Verdict.START_AND_WAIT:
+        if verdict is Verdict.START_AND_WAIT and not self.held:
             self.starter(self, by)
         began_s = time.monotonic()
         try:
@@ -321,7 +330,8 @@ class Backend:
             waiter.moved.set()
 
     def _post(self, event: machine.Event, number: int) -> None:
-        self._send.send_nowait((number, event))
+        with contextlib.suppress(trio.ClosedResourceError):  # it was retired meanwhile
+            self._send.send_nowait((number, event))
 
     async def run(self) -> None:
         """Drive the life until cancelled; a child that still runs then is killed."""
