@@ -1,6 +1,6 @@
 """Lazy backends leave: those nobody uses any more, and those whose memory another one needs.
 
-    unload_when_idle   one task for each that has an `idle_s`
+    unload_when_idle   one task for each
     Room               starts a lazy backend, after making room for it where it must
 
 Nothing here stops a backend that has work. It asks the backend's own task to stop "if idle", which
@@ -54,16 +54,17 @@ def resident(backend: Backend) -> Resident | None:
         last_end_s=backend.last_end_s,
         in_flight=view.in_flight + view.abandoned + (0 if backend.held else view.waiting),
         kept=not backend.plan.lazy or limits.pin,
-        idle_s=limits.idle_s if backend.plan.lazy else 0.0,
+        idle_s=_idle_s(backend),
     )
 
 
 async def unload_when_idle(backend: Backend, log: Log) -> None:
-    """Stop a lazy backend whenever it has had nothing to do for its `idle_s`; never returns."""
-    idle_s = backend.plan.limits.idle_s
+    """Stop a backend whenever it is lazy and had nothing to do for its `idle_s`; never returns."""
     while True:
-        await backend.wait_for(lambda v: v.state is State.READY and not v.in_flight)
-        held = resident(backend)
+        await backend.wait_for(
+            lambda v: v.state is State.READY and not v.in_flight and _idle_s(backend) > 0
+        )
+        held, idle_s = resident(backend), _idle_s(backend)
         if held is None:
             continue
         # a pinned one idles out too: `pin` is about making room
@@ -73,6 +74,11 @@ async def unload_when_idle(backend: Backend, log: Log) -> None:
             continue
         if await _stopped(backend):
             log.say(f"{backend.plan.name} is stopped: no request for {idle_s:g} s (idle_s)")
+
+
+def _idle_s(backend: Backend) -> float:
+    """Return after how long without a request it is stopped; a reload may change that."""
+    return backend.plan.limits.idle_s if backend.plan.lazy else 0.0
 
 
 async def _stopped(backend: Backend) -> bool:

@@ -141,6 +141,7 @@ class Routing:
             return self._backend(named, plan), None
         if path in ROUTED_PATHS:
             decision = await router.decide(path, body)
+            plan = self._plan or plan  # a reload may have come while it was asked
             if decision is not None:
                 name = plan.backends.get(decision.device, "")
                 return self._backend(name, plan), Routed(decision, router.tally, began_s)

@@ -7,6 +7,8 @@ transition wakes every waiter.
 
 Requests that cannot go at once wait in one line, first come first served; a lease that ends, a
 backend that becomes ready and one that fails move the line.
+
+It is as long as it is since only one place may know all of that state.
 """
 
 from __future__ import annotations
@@ -136,6 +138,12 @@ class Backend:
             last_line=last[0] if last else "",
             warm_prompts=self.prompts.standings,
         )
+
+    def adopt(self, plan: BackendPlan) -> None:
+        """Go on under a plan that asks for the same child."""
+        self.plan = plan
+        self._move_line()
+        self._wake()
 
     def want(self, by: str = "") -> None:
         """Ask for it to be running; one that is on its way already goes on.

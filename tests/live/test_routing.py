@@ -316,6 +316,38 @@ def test_a_reload_takes_another_policy_over_and_keeps_what_is_known(
     assert (laya["asked"], laya["scorer"]["pid"]) == (1, pid)
 
 
+def test_a_reload_that_moves_the_default_keeps_every_child_and_starts_the_new_default(
+    start: Start, tmp_path: Path
+) -> None:
+    front = start().ready()
+    first = state_of(front, "hrx")["pid"]
+    moved = {"default": "vulkan", "classes": {"code": {"device": "hrx"}}}
+    (tmp_path / "policy.json").write_text(json.dumps(moved))
+    done = front.post("/v1/reload").json()["reloaded"]
+    assert {"hrx", "vulkan"} <= set(done["kept"])
+    assert state_of(front, "vulkan")["state"] == "ready"
+    assert state_of(front, "hrx")["pid"] == first
+    assert route_of(front.post(CHAT, chat("hello there"))) == "default - vulkan"
+    os.kill(state_of(front, "vulkan")["pid"], signal.SIGKILL)
+    until(lambda: front.health().status_code == 503, "the default to be missed")
+    until(lambda: front.health().status_code == 200, "the default to be back")
+
+
+def test_a_reload_whose_new_default_does_not_start_changes_nothing(
+    start: Start, tmp_path: Path
+) -> None:
+    front = start(knobs=f"starts={tmp_path}/starts dead_at='|load:3'").ready()
+    moved = {"default": "vulkan", "classes": {}}
+    (tmp_path / "policy.json").write_text(json.dumps(moved))
+    refused = front.post("/v1/reload")
+    assert refused.status_code == 400
+    assert (
+        "vulkan, the default device's backend, did not start" in refused.json()["error"]["message"]
+    )
+    assert front.health().status_code == 200
+    assert route_of(front.post(CHAT, chat("hello there"))) == "default - hrx"
+
+
 def test_the_real_laya_serve_is_a_scorer(start: Start) -> None:
     program = str(Path(sys.executable).with_name("laya-serve"))
     variables = {"ONEBIT_LAYA_COMMAND": program, "LAYA_SERVE_BACKEND": "fake"}
