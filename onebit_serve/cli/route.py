@@ -34,7 +34,12 @@ _ASKED = ("code", "prose", "short")
     "--scorer", metavar="URL", help="Ask the Laya at http://127.0.0.1:PORT what the text is."
 )
 @click.option(
-    "--deadline", metavar="S", type=float, default=2.0, show_default=True, help="Seconds it has."
+    "--deadline",
+    metavar="S",
+    type=click.FloatRange(min=0),
+    default=2.0,
+    show_default=True,
+    help="Seconds it has; 0 is no limit.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(
@@ -101,7 +106,8 @@ def _explain(text: str, routes: Routes, scorer: str | None, deadline_s: float) -
         explained["min_confidence"] = routes.min_confidence
         return explained
     decision = laya.decide(choice, routes)
-    asked = {"choice": choice.kind, "confidence": choice.confidence} if choice.confidence else {}
+    was_asked = choice.confidence is not None
+    asked = {"choice": choice.kind, "confidence": choice.confidence} if was_asked else {}
     return explained | {
         "class": decision.kind,
         "confidence": decision.confidence,
@@ -127,7 +133,7 @@ def _ask(text: str, url: str, deadline_s: float) -> Choice:
 
     async def ask() -> Choice:
         try:
-            with trio.fail_after(deadline_s):
+            with trio.fail_after(deadline_s or float("inf")):
                 return await HttpScorer(request).ask(text)
         except NoAnswerError as error:
             return Choice("", why=f"Laya is {error.word}: {error}")

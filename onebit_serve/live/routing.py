@@ -104,6 +104,7 @@ class Routing:
         self._router.routes = plan.routes
         self._router.deadline_s = plan.deadline_s
         self._router.scorer = self._scorer
+        self._router.missed = self._scorer.missed if self._scorer else lambda: None
 
     async def _run(self, scorer: AddressScorer | ChildScorer, scope: trio.CancelScope) -> None:
         with scope:
@@ -173,7 +174,8 @@ class Routing:
             return named
         if named is not None:
             return self._explained(named, plan, {"why": f"the request names {named} itself"})
-        decision = await router.explain("/v1/chat/completions", body)
+        asks = fields.keys() & {"messages", "prompt", "input"}
+        decision = await router.explain("/v1/chat/completions", body) if asks else None
         if decision is None:
             return Refusal(400, "the request has no messages, prompt or input", "no_request")
         return self._explained(

@@ -237,6 +237,34 @@ def test_a_scorer_that_cannot_start_delays_nothing_for_ever(start: Start) -> Non
     assert "no-such-option" in scorer["cause"]
 
 
+def test_a_scorer_that_other_machines_could_reach_is_not_used(start: Start) -> None:
+    front = start("--any-host").ready()
+    assert route_of(front.post(CHAT, chat("fix this code"))) == "default - hrx"
+    assert front.said("beyond this machine: add --host 127.0.0.1")
+
+
+def test_a_scorer_that_answers_with_errors_for_ever_is_started_again(start: Start) -> None:
+    front = start("--failing", constants={"HANG_S": 0.5}).ready()
+    for number in range(3):
+        assert route_of(front.post(CHAT, chat(f"code {number}"))) == "default - hrx"
+    until(lambda: laya_of(front)["scorer"].get("restarts"), "a restart")
+
+
+def test_clients_that_leave_make_no_scorer_suspect(start: Start) -> None:
+    front = start("--hang", environment={"ONEBIT_LAYA_DEADLINE_S": "60"},
+                  constants={"_WARM_UP_S": 0.1}).ready()  # fmt: skip
+    for number in range(4):
+        with front.raw(request_bytes(CHAT, json.dumps(chat(f"code {number}")).encode())):
+            pass
+    assert laya_of(front)["failures"] == {}
+    assert laya_of(front)["asked"] == 0
+
+
+def test_an_explanation_of_nothing_is_refused(start: Start) -> None:
+    front = start().ready()
+    assert front.post("/v1/route", {}).status_code == 400
+
+
 @pytest.mark.parametrize(
     ("policy", "said"),
     [
