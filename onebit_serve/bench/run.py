@@ -33,7 +33,7 @@ class Settings(msgspec.Struct, frozen=True):
 
     Args:
         prompts: The set's name, `short`, `medium`, `long`, or the file's.
-        conversations: The prompts; requests take them in turn.
+        conversations: The prompts; the requests of each cell and target take them in turn.
         concurrency: How many requests at once, one cell each.
         max_tokens: Tokens to generate at most.
         repeats: Waves in a cell.
@@ -218,7 +218,8 @@ class _Cell:
         )
 
     async def _wave(self, where: Endpoint, target: str, repeat: int) -> list[Request]:
-        bodies = [self._body() for _ in range(self._concurrency)]
+        before = (repeat - 1) * self._concurrency
+        bodies = [self._body(before + place) for place in range(self._concurrency)]
         wave: list[Request] = []
 
         async def one(place: int, body: bytes) -> None:
@@ -249,11 +250,11 @@ class _Cell:
                 nursery.start_soon(one, place, body)
         return wave
 
-    def _body(self) -> bytes:
+    def _body(self, turn: int) -> bytes:
         settings = self._settings
-        number = next(self._numbers)
-        conversation = settings.conversations[number % len(settings.conversations)]
-        unique = texts.prefix(number) if settings.unique else ""
+        # counted within the cell, so that arms, loads and targets are asked the same in each place
+        conversation = settings.conversations[turn % len(settings.conversations)]
+        unique = texts.prefix(next(self._numbers)) if settings.unique else ""
         body = {
             "messages": texts.prepare(conversation, unique=unique, system=settings.system),
             "stream": True,

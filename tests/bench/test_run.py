@@ -90,11 +90,18 @@ async def test_prompts_are_unique_unless_asked_otherwise(unique, different):
     assert len(sent) == different
 
 
-async def test_conversations_of_a_file_are_taken_in_turn():
-    three = prompts.parse('["a", "b", "c"]', name="p")
-    with TinyServer() as server:
-        await measured(server, settings(conversations=three, unique=False, repeats=3))
-    assert sorted(body["messages"][0]["content"] for body in server.bodies) == ["a", "b", "c"]
+async def test_conversations_of_a_file_are_taken_in_turn_alike_in_every_cell_and_target():
+    wanted = settings(
+        conversations=prompts.parse('["a", "b", "c"]', name="p"), concurrency=(1, 2), repeats=4
+    )
+    with TinyServer() as door, TinyServer() as beside:
+        direct = await client.resolve(client.endpoint(beside.url))
+        await measured(door, wanted, direct=direct)
+    for server in (door, beside):
+        sent = [body["messages"][0]["content"].rpartition(" ")[2] for body in server.bodies]
+        assert sent[:4] == ["a", "b", "c", "a"]
+        waves = ["".join(sorted(sent[at : at + 2])) for at in range(4, len(sent), 2)]
+        assert waves == ["ab", "ac", "bc", "ab"]
 
 
 async def test_rates_are_the_backends_where_it_gives_them():
