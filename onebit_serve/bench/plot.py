@@ -72,7 +72,8 @@ def draw(
         UsageError: As `check` says, or there is nothing to draw.
     """
     check(path)
-    found = [cell for cell in cells(results) if metric in cell.spreads and cell.target == "door"]
+    every = cells(results, intervals=())
+    found = [cell for cell in every if metric in cell.spreads and cell.target == "door"]
     if not found:
         raise UsageError(f"--plot {path}: no cell has a {METRICS[metric].title} to draw")
     figure = _figure(found, gains(results, metric), metric)

@@ -354,9 +354,21 @@ def _output(options: dict[str, Any]) -> tuple[Path | None, str]:
         raise UsageError(
             f"--output {path}: its suffix names no form", hint="end it in .csv, .json or .md"
         )
-    if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+    if _is_standard_output(path):
+        return None, form
+    folder = path.resolve().parent  # where a link leads to
+    # a device or a pipe is written into, a file is replaced
+    changed = path if path.exists() and not path.is_file() else folder
+    if path.is_dir() or not folder.is_dir() or not os.access(changed, os.W_OK):
         raise UsageError(f"--output {path}: no file can be written there")
     return path, form
+
+
+def _is_standard_output(path: Path) -> bool:
+    try:
+        return os.path.samestat(path.stat(), os.fstat(1))
+    except OSError:
+        return False
 
 
 def _judged(every: results.Results, metric: str, fail_under: float) -> int:

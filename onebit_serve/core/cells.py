@@ -8,7 +8,7 @@ interval says how the waves of this one start lie and nothing of what another st
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Literal
 
 import msgspec
@@ -72,7 +72,8 @@ class Cell(msgspec.Struct, frozen=True):
         requests: Requests sent.
         errors: How many failed, by kind.
         spreads: By metric's name, of the successful ones; missing where nothing was measured.
-        intervals: 95 % intervals of the medians, by metric's name; `None` with under five units.
+        intervals: 95 % intervals of the medians that were asked for, by metric's name; `None` with
+            under five units.
         unit: What was resampled.
         prompt_tokens: Median.
         cached_tokens: Median.
@@ -182,9 +183,15 @@ class RelayCost(msgspec.Struct, frozen=True):
 Key = tuple[str, str, str, int, str]
 
 
-def cells(results: Results) -> tuple[Cell, ...]:
-    """Return every cell, in the order in which it was first measured."""
-    return tuple(_cell(key, requests) for key, requests in _by_cell(results.requests).items())
+def cells(results: Results, *, intervals: Collection[str] = ("ttft",)) -> tuple[Cell, ...]:
+    """Return every cell, in the order in which it was first measured.
+
+    Args:
+        results: All arms together.
+        intervals: The metrics whose intervals are shown; each takes thousands of medians.
+    """
+    by_cell = _by_cell(results.requests)
+    return tuple(_cell(key, requests, intervals) for key, requests in by_cell.items())
 
 
 def gains(results: Results, metric: str = "ttft", *, base: str | None = None) -> tuple[Gain, ...]:
@@ -321,13 +328,14 @@ def _values(requests: Iterable[Request], field: str) -> list[float]:
     return [value for value in every if value is not None]
 
 
-def _cell(key: Key, requests: list[Request]) -> Cell:
+def _cell(key: Key, requests: list[Request], shown: Collection[str]) -> Cell:
     unit, groups = _units(requests)
     spreads, intervals = {}, {}
     for metric in METRICS.values():
         found = score.spread(_values(requests, metric.field))
         if found is not None:
             spreads[metric.name] = found
+        if found is not None and metric.name in shown:
             grouped = [_values(group, metric.field) for group in groups.values()]
             intervals[metric.name] = score.interval(grouped)
     return Cell(

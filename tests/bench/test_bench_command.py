@@ -12,9 +12,12 @@ from pathlib import Path
 import click
 import psutil
 import pytest
+import trio
+import trio.testing
 from tiny_server import TinyServer
 
 from onebit_serve.cli.bench import command
+from onebit_serve.cli.bench_output import Progress, measured, write_whole
 from onebit_serve.core import results
 from onebit_serve.core.errors import NotRunError, OnebitError, UsageError
 from onebit_serve.core.results import Request, Results
@@ -216,6 +219,22 @@ def test_a_second_ctrl_c_kills_at_once_what_does_not_stop():
     assert not alive
 
 
+def test_a_second_ctrl_c_writes_what_there_is_before_it_exits(tmp_path, monkeypatch):
+    out = tmp_path / "a.csv"
+    there = Results(requests=(Request(run="r", tag="a", model="m", prompts="p", concurrency=1),))
+    exits = []
+    monkeypatch.setattr(os, "_exit", lambda code: exits.append((code, out.read_bytes().decode())))
+
+    async def stubborn():
+        with trio.CancelScope(shield=True):
+            for _ in range(2):
+                os.kill(os.getpid(), signal.SIGINT)
+                await trio.testing.wait_all_tasks_blocked(0.05)
+
+    measured(stubborn, lambda: there, out, "csv", Progress(1), lambda: exits.append("killed"))
+    assert exits == ["killed", (130, results.write_csv(there))]
+
+
 def test_cold_against_warm_is_compared(tmp_path, capsys):
     cold = write(tmp_path / "cold.csv", "", 300)
     warm = write(tmp_path / "warm.csv", "", 100)
@@ -310,13 +329,69 @@ def test_a_file_that_cannot_be_replaced_is_printed_instead(tmp_path, capsys, mon
     def full(*_args, **_more):
         raise OSError(28, os.strerror(28))
 
-    monkeypatch.setattr("tempfile.NamedTemporaryFile", full)
+    monkeypatch.setattr(Path, "replace", full)
     with TinyServer() as server, pytest.raises(UsageError, match="No space left"):
         bench(
             *("--url", server.url, "--prompts", "short", "--repeats", "1"),
             *("--output", str(tmp_path / "a.csv")),
         )
     assert len(results.read(capsys.readouterr().out, name="a").requests) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_was_measured_is_written_before_tables_and_whatever_ends_it(tmp_path, monkeypatch):
+    def broken(*_args, **_more):
+        raise ZeroDivisionError
+
+    out = tmp_path / "a.csv"
+    with TinyServer() as server:
+        words = ["--url", server.url, "--prompts", "short", "--output", str(out)]
+        with monkeypatch.context() as patched:
+            patched.setattr("onebit_serve.core.report.bench_tables", broken)
+            with pytest.raises(ZeroDivisionError):
+                bench(*words, "--repeats", "2")
+        assert len(results.read(out.read_bytes().decode(), name="a").requests) == 2
+        monkeypatch.setattr("onebit_serve.bench.surroundings.files_of", broken)
+        with pytest.raises(Exception, match="Trio nursery"):
+            bench(*words, "--repeats", "3")
+    assert len(results.read(out.read_bytes().decode(), name="a").requests) == 3
+
+
+def test_a_new_file_gets_the_umasks_mode_and_an_old_one_keeps_its_own(tmp_path):
+    new, old, link = (tmp_path / name for name in ("new", "old", "link"))
+    old.write_text("before")
+    old.chmod(0o604)
+    link.symlink_to(old)
+    before = os.umask(0o027)
+    try:
+        write_whole(new, "now")
+        write_whole(link, "now")
+    finally:
+        os.umask(before)
+    assert (new.stat().st_mode & 0o777, old.stat().st_mode & 0o777) == (0o640, 0o604)
+    assert link.is_symlink()
+    assert (new.read_text(), old.read_text()) == ("now", "now")
+
+
+def test_what_is_no_regular_file_is_written_into(tmp_path):
+    pipe = tmp_path / "pipe.csv"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        write_whole(pipe, "now")
+        assert os.read(reader, 10) == b"now"
+    finally:
+        os.close(reader)
+    assert pipe.is_fifo()
+
+
+def test_a_file_that_is_the_standard_output_gets_no_tables(tmp_path):
+    with TinyServer() as server, (tmp_path / "out").open("w+") as out:
+        words = ["--url", server.url, "--prompts", "short", "--repeats", "1"]
+        command = [sys.executable, "-c", ALONE, *words, "--output", "/dev/stdout"]
+        subprocess.run([*command, "--format", "csv"], stdout=out, check=True, timeout=60)
+        out.seek(0)
+        assert len(results.read(out.read(), name="a").requests) == 1
 
 
 @pytest.mark.parametrize("asked", [command, command.commands["compare"], command.commands["ab"]])
