@@ -150,7 +150,8 @@ def command(
     "--fail-under",
     type=float,
     metavar="X",
-    help="Exit 1 unless every cell of every arm was measured and is at least X times faster.",
+    help="Exit 1 unless every cell of every arm was measured, is at least X times faster, and has "
+    "not clearly more errors.",
 )
 @click.option("--format", "form", type=click.Choice(("table", "json", "md")), default="table")
 def compare(
@@ -378,16 +379,19 @@ def _judged(every: results.Results, metric: str, fail_under: float) -> int:
     for gain in gains(every, metric):
         if gain.tag in again:
             continue
+        place = f"{gain.tag} {gain.model} {gain.prompts} x{gain.concurrency}"
         outcome = score.judge(gain.comparison.speedup, at_least=fail_under)
         speedup = gain.comparison.speedup
         figure = "-" if speedup is None else f"{speedup:.3g}x"
         if outcome != "pass":
             code = 1
-            click.echo(
-                f"{outcome}: {gain.tag} {gain.model} {gain.prompts} x{gain.concurrency}: "
-                f"{figure}, at least {fail_under:g}x was asked for",
-                err=True,
-            )
+            asked = f"at least {fail_under:g}x was asked for"
+            click.echo(f"{outcome}: {place}: {figure}, {asked}", err=True)
+        if gain.fails_more:
+            code = 1
+            failed = f"{gain.errors} of {gain.requests} requests failed"
+            base = f"{gain.base_errors} of {gain.base_requests} of {gain.base}"
+            click.echo(f"fail: {place}: {failed}, and {base}", err=True)
     return code
 
 

@@ -30,6 +30,9 @@ __all__ = [
 ]
 
 
+_MORE_ERRORS = 0.05  # of all requests; one of a hundred may fail on any day
+
+
 class Metric(msgspec.Struct, frozen=True):
     """One thing that is measured.
 
@@ -110,7 +113,11 @@ class Gain(msgspec.Struct, frozen=True):
         target: `door` or `direct`.
         base_median: The first arm's median, in the metric's unit; `None` without a success.
         median: The other's.
-        comparison: How many times better.
+        base_requests: Requests sent to the first arm.
+        requests: To the other.
+        base_errors: How many of the first arm's failed.
+        errors: Of the other's.
+        comparison: How many times better, of the requests that succeeded.
         unit: What was resampled.
     """
 
@@ -122,8 +129,20 @@ class Gain(msgspec.Struct, frozen=True):
     target: str
     base_median: float | None
     median: float | None
+    base_requests: int
+    requests: int
+    base_errors: int
+    errors: int
     comparison: score.Comparison
     unit: Literal["load", "wave"]
+
+    @property
+    def fails_more(self) -> bool:
+        """Whether clearly more of the other arm's requests failed: a gain of the rest is none."""
+        if not self.base_requests or not self.requests:
+            return False
+        share, base_share = self.errors / self.requests, self.base_errors / self.base_requests
+        return share > base_share + _MORE_ERRORS
 
 
 class FirstAgainstRest(msgspec.Struct, frozen=True):
@@ -382,6 +401,10 @@ def _gain(
         target=place[3],
         base_median=_middle(ours, metric.field),
         median=_middle(theirs, metric.field),
+        base_requests=len(ours),
+        requests=len(theirs),
+        base_errors=sum(bool(request.error) for request in ours),
+        errors=sum(bool(request.error) for request in theirs),
         comparison=score.compare(base, other, lower_is_better=metric.lower_is_better),
         unit=unit,
     )

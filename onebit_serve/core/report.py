@@ -77,6 +77,8 @@ def gain_table(results: Results, metric: str = "ttft", *, base: str | None = Non
                 gain.tag,
                 number(gain.base_median),
                 number(gain.median),
+                _good(gain.base_requests, gain.base_errors),
+                _good(gain.requests, gain.errors),
                 "-" if comparison.speedup is None else f"{comparison.speedup:.3g}x",
                 _bounds(comparison),
                 _said(comparison, gain.unit),
@@ -88,7 +90,7 @@ def gain_table(results: Results, metric: str = "ttft", *, base: str | None = Non
         title=f"{title}, against {first}",
         columns=(
             *("model", "prompts", "at once", "arm", f"{first}, median", "arm, median"),
-            *("speedup", "95 % interval or range", "verdict"),
+            *(f"{first}, good", "arm, good", "speedup", "95 % interval or range", "verdict"),
         ),
         rows=tuple(rows),
         notes=_unit_notes(units),
@@ -284,7 +286,7 @@ def _times(found: Sequence[Cell]) -> Table:
                 number(spread.p99 if spread else None),
                 _triple(cell, "tpot"),
                 _triple(cell, "total"),
-                f"{cell.requests - sum(cell.errors.values())} of {cell.requests}",
+                _good(cell.requests, sum(cell.errors.values())),
                 ", ".join(f"{count} {kind}" for kind, count in cell.errors.items()) or "-",
             )
         )
@@ -377,6 +379,10 @@ def _said(comparison: score.Comparison, unit: str) -> str:
     if comparison.verdict == "not measured" and comparison.units:
         return f"{_count(comparison.units, unit)}: too few for a verdict"
     return comparison.verdict + (", one load each" if unit == "wave" and comparison.units else "")
+
+
+def _good(requests: int, errors: int) -> str:
+    return f"{requests - errors} of {requests}" if requests else "-"
 
 
 def _count(units: int, unit: str) -> str:

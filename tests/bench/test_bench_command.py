@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import click
+import msgspec
 import psutil
 import pytest
 import trio
@@ -257,6 +258,22 @@ def test_what_was_not_measured_does_not_pass(tmp_path, capsys):
     warm = write(tmp_path / "warm.csv", "", 100, concurrency=8)
     assert bench("compare", cold, warm, "--fail-under", "0.1") == 1
     assert "not measured: warm" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("bad", "code"), [(1, 0), (9, 1)])
+def test_an_arm_that_fails_more_does_not_pass(tmp_path, capsys, bad, code):
+    cold = write(tmp_path / "cold.csv", "", 300, loads=50)
+    warm = tmp_path / "warm.csv"
+    write(warm, "", 100, loads=50)
+    found = results.read(warm.read_bytes().decode(), name="warm")
+    failed = [msgspec.structs.replace(r, error="cut") for r in found.requests[:bad]]
+    every = Results(requests=(*failed, *found.requests[bad:]))
+    warm.write_text(results.write_csv(every), newline="")
+    assert bench("compare", cold, str(warm), "--fail-under", "1.5") == code
+    shown, said = capsys.readouterr()
+    assert f"{50 - bad} of 50" in shown
+    line = "fail: warm m p x1: 9 of 50 requests failed, and 0 of 50 of cold\n"
+    assert said == (line if code else "")
 
 
 def test_the_arm_against_itself_is_not_held_to_a_limit(tmp_path):
