@@ -247,15 +247,33 @@ class Session:
         if not self._comparison.direct:
             return {"door": door}
         status = await surroundings.get_json(door, "/v1/status")
-        ports = surroundings.backend_ports(status)
-        if not ports:
-            raise OnebitError(
-                f"{url}: --direct found no backend's port at /v1/status",
-                hint="leave out --direct, or measure a server that has that route",
-            )
-        port, pid = ports[0]
+        port, pid = _chat_backend(status, url)
         beside = Endpoint(host="127.0.0.1", port=port, key=_child_key(pid))
         return {"door": door, "direct": await resolve(beside)}
+
+
+def _chat_backend(status: object, url: str) -> tuple[int, int | None]:
+    """Return port and pid of the one backend that answers chats at the front door."""
+    chat = [b for b in surroundings.backends_of(status) if b.get("role", "chat") == "chat"]
+    if len(chat) > 1:
+        names = ", ".join(str(backend.get("name")) for backend in chat)
+        raise UsageError(
+            f"{url}: --direct with several chat backends ({names}), any of which may answer",
+            hint="measure a server of one chat backend, or leave out --direct",
+        )
+    ports = surroundings.backend_ports(chat)
+    if not ports:
+        raise OnebitError(
+            f"{url}: --direct found no backend's port at /v1/status",
+            hint="leave out --direct, or measure a server that has that route",
+        )
+    state = chat[0].get("state", "ready")
+    if state != "ready":
+        raise OnebitError(
+            f"{url}: --direct: the backend {chat[0].get('name')} is {state} and not ready",
+            hint="see the server's log; a lazy backend is only started by its first request",
+        )
+    return ports[0]
 
 
 class Server:

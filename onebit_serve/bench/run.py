@@ -137,7 +137,8 @@ async def measure(
     if settings.count_tokens:
         counted = await _count_tokens(door, settings)
         recorder.note(settings=recorder.run.settings | {"prompt_tokens": counted})
-    pids = [pid for _, pid in surroundings.backend_ports(facts.get("status")) if pid]
+    backends = surroundings.backends_of(facts.get("status"))
+    pids = [pid for _, pid in surroundings.backend_ports(backends) if pid]
     watch = surroundings.Watch(surroundings.find_server(door), pids)
     numbers = _numbers()
     used: list[Usage] = []
@@ -196,18 +197,23 @@ class _Cell:
         self._began_s = began_s
 
     async def run(self, targets: dict[str, Endpoint]) -> None:
-        """Send all waves; raises OnebitError when none of them had a success."""
-        succeeded = False
+        """Send all waves; raises OnebitError when none of a target's had a success."""
+        waves: dict[str, list[Request]] = {}
+        succeeded: set[str] = set()
         for repeat in range(1, self._settings.repeats + 1):
-            # the order alternates, so that neither target always meets the other's leavings
-            order = list(targets.items())[:: 1 if repeat % 2 else -1]
-            for target, where in order:
-                wave = await self._wave(where, target, repeat)
-                succeeded = succeeded or any(not request.error for request in wave)
+            # alternates over waves and loads, so that neither target always meets the other's
+            # leavings, nor always gets request 1 of a fresh server
+            turned = (self._recorder.run.load + repeat) % 2
+            for target, where in list(targets.items())[:: -1 if turned else 1]:
+                wave = waves[target] = await self._wave(where, target, repeat)
+                if any(not request.error for request in wave):
+                    succeeded.add(target)
                 if _is_gone(wave):
                     self._stop(wave, f"the server went away in wave {repeat}")
-        if not succeeded:
-            self._stop(wave, "no request succeeded")
+        for target, wave in waves.items():
+            if target not in succeeded:
+                by = f" by the way `{target}`" if len(targets) > 1 else ""
+                self._stop(wave, f"no request succeeded{by}")
 
     def _stop(self, wave: list[Request], what: str) -> None:
         self._recorder.note(note=what)

@@ -14,7 +14,7 @@ import ipaddress
 import os
 import platform
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from onebit_serve.core.results import Usage
 __all__ = [
     "Watch",
     "backend_ports",
+    "backends_of",
     "files_of",
     "find_server",
     "get_json",
@@ -107,16 +108,21 @@ async def server_facts(where: Endpoint) -> dict[str, Any]:
     return facts
 
 
-def backend_ports(status: object) -> list[tuple[int, int | None]]:
-    """Return port and pid of each backend of a `/v1/status` answer that has a port."""
+def backends_of(status: object) -> list[dict[str, Any]]:
+    """Return the backends of a `/v1/status` answer, as far as it has any."""
     backends = status.get("backends") if isinstance(status, dict) else None
     if isinstance(backends, dict):
         backends = list(backends.values())
+    every = backends if isinstance(backends, list) else []
+    return [backend for backend in every if isinstance(backend, dict)]
+
+
+def backend_ports(backends: Iterable[dict[str, Any]]) -> list[tuple[int, int | None]]:
+    """Return port and pid of each backend that has a port."""
     found = []
-    for backend in backends if isinstance(backends, list) else []:
-        port = backend.get("port") if isinstance(backend, dict) else None
+    for backend in backends:
+        port, pid = backend.get("port"), backend.get("pid")
         if isinstance(port, int) and port > 0:
-            pid = backend.get("pid")
             found.append((port, pid if isinstance(pid, int) else None))
     return found
 

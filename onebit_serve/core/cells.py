@@ -7,6 +7,7 @@ interval says how the waves of this one start lie and nothing of what another st
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from typing import Literal
@@ -244,15 +245,21 @@ def gains(results: Results, metric: str = "ttft", *, base: str | None = None) ->
 def first_against_rest(results: Results, metric: str) -> tuple[FirstAgainstRest, ...]:
     """Return request 1 against the best of the later ones, by arm, over its loads.
 
-    Only requests at concurrency 1 through the door count: in a crowd there is no first.
+    Only requests at concurrency 1 through the door count: in a crowd there is no first. Nor does a
+    load count whose backend was asked beside the door before.
     """
     kind = METRICS[metric]
+    by_cell = _by_cell(results.requests)
     found = []
-    for key, requests in _by_cell(results.requests).items():
+    for key, requests in by_cell.items():
         if key[3] != 1 or key[4] != "door":
             continue
+        beside = by_cell.get((*key[:4], "direct"), [])
+        asked_s = {(r.run, r.load): r.started_s for r in beside if r.repeat == 1}
         pairs = []
         for load in _loads(requests):
+            if load[0].started_s > asked_s.get((load[0].run, load[0].load), math.inf):
+                continue
             first = [getattr(r, kind.field) for r in load if r.repeat == 1]
             later = [getattr(r, kind.field) for r in load if r.repeat > 1 and not r.error]
             later = [value for value in later if value]

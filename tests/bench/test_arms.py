@@ -147,6 +147,27 @@ async def test_direct_without_a_port_to_be_found_is_said():
         await ran(comparison("a=", direct=True))
 
 
+CHAT = {"name": "a", "role": "chat", "state": "ready", "port": 5, "pid": 6}
+
+
+def test_the_chat_backend_is_the_one_beside_the_door():
+    embedding = {"name": "e", "role": "embedding", "state": "ready", "port": 4}
+    assert arms._chat_backend({"backends": [embedding, CHAT]}, "u") == (5, 6)
+
+
+@pytest.mark.parametrize(
+    ("backends", "said"),
+    [
+        ([CHAT, CHAT | {"name": "b"}], r"several chat backends \(a, b\)"),
+        ([CHAT | {"state": "backoff"}], "backend a is backoff and not ready"),
+        ([CHAT | {"port": None}], "no backend's port"),
+    ],
+)
+def test_a_backend_beside_the_door_that_is_not_sure_is_refused(backends, said):
+    with pytest.raises(OnebitError, match=said):
+        arms._chat_backend({"backends": backends}, "u")
+
+
 async def test_a_server_that_fails_to_start_is_said_with_its_last_lines():
     session = arms.Session(comparison("a=", "b=--fail"))
     with pytest.raises(OnebitError, match=r"arm b, load 1: .*code 3 .*model file is cursed"):

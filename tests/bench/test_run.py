@@ -29,9 +29,9 @@ def settings(**more):
     return run.Settings(**(fields | more))
 
 
-async def measured(server, wanted, told=lambda _: None, **targets):
+async def measured(server, wanted, load=1, **targets):
     where = await client.resolve(client.endpoint(server.url))
-    recorder = run.Recorder(run.new_run("a", server.url), told)
+    recorder = run.Recorder(run.new_run("a", server.url, load=load))
     with trio.fail_after(20):
         await run.measure(wanted, {"door": where, **targets}, recorder, hash_files=False)
     return recorder
@@ -182,15 +182,21 @@ async def test_a_request_past_its_limit_is_a_timeout():
         server._threads.clear()  # it still sleeps; nobody needs to wait for it
 
 
-async def test_two_targets_take_turns():
+@pytest.mark.parametrize("load", [1, 2])
+async def test_two_targets_take_turns_from_wave_to_wave_and_from_load_to_load(load):
     with TinyServer() as door, TinyServer() as beside:
         direct = await client.resolve(client.endpoint(beside.url))
-        recorder = await measured(door, settings(repeats=3), direct=direct)
-    assert [r.target for r in recorder.requests] == [
-        *("door", "direct"),
-        *("direct", "door"),
-        *("door", "direct"),
-    ]
+        recorder = await measured(door, settings(repeats=3), load=load, direct=direct)
+    order = ["door", "direct", "direct", "door"] * 2
+    start = 2 * (load - 1)
+    assert [r.target for r in recorder.requests] == order[start : start + 6]
+
+
+async def test_each_target_needs_a_success():
+    with TinyServer() as door, TinyServer(fault="cut") as beside:
+        direct = await client.resolve(client.endpoint(beside.url))
+        with pytest.raises(OnebitError, match="no request succeeded by the way `direct`"):
+            await measured(door, settings(), direct=direct)
 
 
 async def test_tokens_are_counted_without_running_the_model_and_not_when_told_not_to():
@@ -285,7 +291,7 @@ def test_files_are_hashed_and_missing_ones_are_left_out(tmp_path):
     ],
 )
 def test_backend_ports_are_read_as_far_as_they_are_there(status, ports):
-    assert surroundings.backend_ports(status) == ports
+    assert surroundings.backend_ports(surroundings.backends_of(status)) == ports
 
 
 def test_the_machine_and_the_versions_are_named():

@@ -128,6 +128,20 @@ def test_a_crowd_and_the_way_beside_the_door_have_no_request_1(more):
     assert c.first_against_rest(results(arm("a", 100, 5, **more)), "ttft") == ()
 
 
+def test_a_load_that_was_asked_beside_the_door_before_has_no_request_1():
+    door = [
+        request("a", load, 100.0, repeat=repeat, started_s=1.0)
+        for load in (1, 2)
+        for repeat in (1, 2)
+    ]
+    beside = [request("a", load, 9.0, target="direct", started_s=3.0 - load) for load in (1, 2, 3)]
+    (found,) = c.first_against_rest(results(door, beside), "ttft")
+    assert found.loads == 2
+    beside = [request("a", load, 9.0, target="direct", started_s=2.5 - load) for load in (1, 2, 3)]
+    (found,) = c.first_against_rest(results(door, beside), "ttft")
+    assert found.loads == 1
+
+
 def test_loads_whose_request_1_failed_do_not_count():
     failed = [request("a", 1, None, error="cut"), request("a", 1, 100.0, repeat=2)]
     assert c.first_against_rest(results(failed), "ttft") == ()
