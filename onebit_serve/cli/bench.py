@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -165,7 +166,8 @@ def compare(
 ) -> int:
     """Compare results; the first arm is the baseline.
 
-    An arm is a tag; a file without tags is an arm of its own name. Files of one tag are loads of
+    An arm is a tag; a file without tags is an arm of its own name, or of its path where two files
+    have one name. Files of one tag are loads of
     one arm. One file that holds several arms, as `ab` writes it, is enough.
     """
     if not files:
@@ -174,7 +176,8 @@ def compare(
         from onebit_serve.bench.plot import check
 
         check(Path(plot))
-    every = results.merge(_read(Path(name), by_file=by_file) for name in files)
+    named = _file_tags(files)
+    every = results.merge(_read(name, tag, by_file=by_file) for name, tag in named)
     if len({request.tag for request in every.requests}) < 2:  # noqa: PLR2004 - two arms
         tags = sorted({repr(request.tag) for request in every.requests}) or ["none"]
         raise UsageError(
@@ -395,11 +398,17 @@ def _judged(every: results.Results, metric: str, fail_under: float) -> int:
     return code
 
 
-def _read(path: Path, *, by_file: bool) -> results.Results:
-    found = results.read(_text(path, "results file"), name=str(path))
+def _file_tags(files: Sequence[str]) -> list[tuple[str, str]]:
+    """Return each file with the name of the arm that it may be: its stem, or else its path."""
+    stems = Counter(Path(name).stem for name in dict.fromkeys(files))
+    return [(name, Path(name).stem if stems[Path(name).stem] == 1 else name) for name in files]
+
+
+def _read(name: str, file_tag: str, *, by_file: bool) -> results.Results:
+    found = results.read(_text(Path(name), "results file"), name=name)
 
     def named(tag: str) -> str:
-        return path.stem if by_file or not tag else tag
+        return file_tag if by_file or not tag else tag
 
     return results.Results(
         runs=tuple(msgspec.structs.replace(r, tag=named(r.tag)) for r in found.runs),

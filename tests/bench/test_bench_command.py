@@ -245,6 +245,16 @@ def test_cold_against_warm_is_compared(tmp_path, capsys):
     assert "faster" in shown
 
 
+def test_files_of_one_name_are_arms_of_their_paths(tmp_path, capsys):
+    for name in ("old", "new"):
+        (tmp_path / name).mkdir()
+    old = write(tmp_path / "old" / "ttft.csv", "", 300)
+    new = write(tmp_path / "new" / "ttft.csv", "", 100)
+    assert bench("compare", old, new, "--format", "json") == 0
+    (gain,) = json.loads(capsys.readouterr().out)["gains"]
+    assert (gain["base"], gain["tag"]) == (old, new)
+
+
 @pytest.mark.parametrize(("least", "code"), [("1.2", 0), ("2.9", 0), ("3.5", 1)])
 def test_fail_under_is_exit_1(tmp_path, capsys, least, code):
     cold = write(tmp_path / "cold.csv", "", 300)
