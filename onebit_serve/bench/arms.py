@@ -62,6 +62,8 @@ _LAST_LINES = 30
 _SHOWN_LINES = 5
 # A supervisor's own grace for requests in flight and for its child: 30 s and 10 s by default.
 _STOP_S = 45.0
+_REST_S = 5.0  # for what a wrapper leaves behind when it ends before its server
+_LOOK_S = 0.02
 _READ_BYTES = 65536
 _DEATH_SIGNAL = ("setpriv", "--pdeathsig", "TERM", "--")  # util-linux; else an orphan is possible
 
@@ -291,13 +293,25 @@ class Server:
         self._process: subprocess.Popen[bytes] | None = None
         self._url = ""
         self._ready = trio.Event()
+        self._ended = False
         self.ready_ms: float | None = None
 
     def kill(self) -> None:
         """Kill it and all of its group at once."""
-        if self._process is not None and self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+        self._signal(signal.SIGKILL)
+
+    def _signal(self, number: int) -> bool:
+        """Send a signal to the whole group and say whether there still is one.
+
+        The server may be a child of what was started, and outlive it.
+        """
+        if self._process is None or self._ended:
+            return False
+        try:
+            os.killpg(self._process.pid, number)
+        except (ProcessLookupError, PermissionError):  # the latter is macOS' word for the former
+            return False
+        return True
 
     @contextlib.asynccontextmanager
     async def running(self, limit_s: float, who: str) -> AsyncIterator[str]:
@@ -381,12 +395,15 @@ class Server:
         self._ready.set()  # without a URL: whoever waits sees that it ended
 
     async def _stop(self, process: subprocess.Popen[bytes]) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            process.terminate()
+        self._signal(signal.SIGTERM)
         with trio.move_on_after(_STOP_S):
             await trio.to_thread.run_sync(process.wait, abandon_on_cancel=True)
+            with trio.move_on_after(_REST_S):
+                while self._signal(0):  # noqa: ASYNC110 - a group tells nobody that it is empty
+                    await trio.sleep(_LOOK_S)
         self.kill()
         await trio.to_thread.run_sync(process.wait)
+        self._ended = True  # from here on its number may be another's
         if process.stderr is not None:
             process.stderr.close()
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import sys
 from pathlib import Path
@@ -209,6 +210,19 @@ async def test_a_server_that_ignores_the_wish_to_stop_is_killed_on_request():
         async with server.running(20, "a"):
             server.kill()
     assert server._process.returncode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("flag", ["", "--deaf"])
+async def test_a_server_behind_a_wrapper_is_stopped_too(flag, monkeypatch):
+    monkeypatch.setattr(arms, "_REST_S", 10 if not flag else 0.1)
+    program = f"{shlex.join(COMMAND)} {flag} & wait"
+    server = arms.Server(["sh", "-c", program], os.environ)
+    with trio.fail_after(30):
+        async with server.running(20, "a"):
+            children = psutil.Process(server._process.pid).children()
+    _, alive = psutil.wait_procs(children, timeout=10)
+    assert children
+    assert not alive
 
 
 _DEAF = """
