@@ -314,7 +314,8 @@ def numbers_of(seen: Stream) -> dict[str, Any]:
         if timings.prompt_ms is not None:
             found["wait_ms"] = max(0.0, round(_ms(ttft_s) - timings.prompt_ms, 3))
     return found | {
-        "tpot_ms": _ms(decode_s / (tokens - 1)) if tokens > 1 else None,
+        # texts that all came in one piece, through a proxy that buffers, have no time between them
+        "tpot_ms": _ms(decode_s / (tokens - 1)) if tokens > 1 and decode_s > 0 else None,
         "prompt_tokens": prompt,
         "cached_tokens": cached,
         "output_tokens": tokens,

@@ -138,6 +138,12 @@ def test_one_token_has_no_decode_rate():
     assert (numbers["decode_tok_s"], numbers["tpot_ms"], numbers["ttft_ms"]) == (None, None, 500)
 
 
+def test_texts_that_came_in_one_piece_have_no_time_between_them():
+    seen = client.Stream(began_s=0.0, first_s=0.5, last_s=0.5, end_s=0.6, texts=3, finished=True)
+    numbers = run.numbers_of(seen)
+    assert (numbers["tpot_ms"], numbers["decode_tok_s"]) == (None, None)
+
+
 async def test_no_first_text_is_seen_before_the_server_sends_it():
     sent_s = []
     with TinyServer(texts=["", "x", "y"], first_s=0.01) as server:
