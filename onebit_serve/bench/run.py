@@ -159,6 +159,8 @@ async def measure(
                 watch.start()
                 try:
                     await cell.run(targets)
+                    if "status" in facts:  # a lazy backend may have started within the cell
+                        watch.tell(await surroundings.backend_pids(door))
                 finally:
                     used += watch.finish(cell_name(model, settings.prompts, concurrency))
                     recorder.note(usage=tuple(used))

@@ -331,12 +331,19 @@ def _rates(found: Sequence[Cell]) -> Table:
 def _resources(results: Results) -> Table:
     rows: dict[tuple[str, str, str], list[float]] = {}
     for run in results.runs:
+        # what several processes of one name use at once adds up; their time is the same
+        together: dict[tuple[str, str, str], list[float]] = {}
         for usage in run.usage:
             key = (run.tag, usage.cell, f"{usage.role} {usage.name}")
-            held = rows.setdefault(key, [0.0, 0.0, 0.0])
-            held[0] = max(held[0], usage.rss_bytes / 1024**2)
+            held = together.setdefault(key, [0.0, 0.0, 0.0])
+            held[0] += usage.rss_bytes / 1024**2
             held[1] += usage.cpu_s
-            held[2] += usage.wall_s
+            held[2] = usage.wall_s
+        for key, (mib, cpu_s, wall_s) in together.items():
+            held = rows.setdefault(key, [0.0, 0.0, 0.0])
+            held[0] = max(held[0], mib)
+            held[1] += cpu_s
+            held[2] += wall_s
     return Table(
         title="resources",
         columns=("arm", "cell", "process", "peak resident MiB", "CPU s", "cores"),

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import time
 
 import psutil
@@ -273,6 +275,28 @@ def test_backends_are_told_from_what_else_a_supervisor_started():
             child.wait()
     assert [roles[child.pid] for child in children] == ["backend", "helper"]
     assert [process.pid for process in watch.backends] == [children[0].pid]
+
+
+def test_a_backend_that_starts_within_a_cell_begins_with_nothing_used():
+    watch = surroundings.Watch(psutil.Process(), [1])
+    watch.start()
+    busy = "x = sum(range(10**7)); print(x, flush=True); import time; time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", busy], stdout=subprocess.PIPE) as child:
+        try:
+            child.stdout.readline()
+            watch.tell([child.pid])
+            (use,) = (use for use in watch.finish("cell") if use.pid == child.pid)
+        finally:
+            child.kill()
+    assert use.role == "backend"
+    assert use.cpu_s > 0
+
+
+async def test_backends_that_started_meanwhile_are_asked_for():
+    backends = [{"name": "a", "port": 5, "pid": 6}, {"name": "b", "port": None, "pid": None}]
+    with TinyServer(routes={"/v1/status": {"backends": backends}}) as server:
+        where = await client.resolve(client.endpoint(server.url))
+        assert await surroundings.backend_pids(where) == {6}
 
 
 def test_files_are_hashed_and_missing_ones_are_left_out(tmp_path):

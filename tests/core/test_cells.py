@@ -217,6 +217,16 @@ def test_resources_show_the_peak_and_the_sum_over_loads():
     ]
 
 
+def test_processes_of_one_name_add_up_within_a_run():
+    usage = tuple(
+        Usage("m p x1", "backend", "llama-server", pid, mib * 1024**2, 1.0, 2.0)
+        for pid, mib in ((1, 3), (2, 5))
+    )
+    runs = tuple(Run(id=str(n), tag="a", started="", url="", usage=usage) for n in (1, 2))
+    (table,) = report.bench_tables(Results(runs=runs))
+    assert columns(table, "peak resident MiB", "CPU s", "cores") == [("8.0", "4.00", "1.00")]
+
+
 def test_what_else_differs_between_arms_is_said_and_what_an_arm_is_is_not():
     base = {"started": "", "url": "", "machine": {"threads": 2}}
     runs = (
