@@ -46,6 +46,7 @@ __all__ = [
     "Server",
     "Session",
     "forget",
+    "model_files",
     "order",
     "parse_arm",
     "put_together",
@@ -58,6 +59,7 @@ SERVE = (sys.executable, "-m", "onebit_serve.cli", "serve")
 
 _READY = re.compile(r"ready on (http://[^\s\"]+)")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
+_PART = re.compile(r"(.*)-\d{5}-of-(\d{5})(\.gguf)", re.IGNORECASE)  # llama.cpp's naming
 _LAST_LINES = 30
 _SHOWN_LINES = 5
 # A supervisor's own grace for requests in flight and for its child: 30 s and 10 s by default.
@@ -209,21 +211,28 @@ class Session:
 
         Raises:
             OnebitError: A server did not come up, or none of a cell's requests succeeded.
+            UsageError, where the page cache is to be dropped of a model that no flag names.
         """
         wanted = self._comparison
+        for arm, model in itertools.product(wanted.arms, wanted.models or ("",)):
+            if wanted.page_cache == "drop":
+                _check_model(arm.tag, self._flags(arm, model))
         for load in range(1, wanted.loads + 1):
             for arm in order(wanted.every_arm, load):
                 for model in wanted.models or ("",):
                     for concurrency in wanted.settings.concurrency:
                         await self._one(arm, load, model, concurrency)
 
+    def _flags(self, arm: Arm, model: str) -> list[str]:
+        return put_together(arm.flags, ("-m", model) if model else (), self._comparison.arguments)
+
     async def _one(self, arm: Arm, load: int, model: str, concurrency: int) -> None:
         wanted = self._comparison
         cell = f"{Path(model).stem + ', ' if model else ''}{concurrency} at once"
         self._began(f"arm {arm.tag}, load {load} of {wanted.loads}: {cell}")
-        flags = put_together(arm.flags, ("-m", model) if model else (), wanted.arguments)
+        flags = self._flags(arm, model)
         if wanted.page_cache == "drop":
-            forget(_model_files(flags))
+            forget(model_files(flags))
         with _fresh_caches(wanted.caches) as caches:
             environment = caches | arm.environment
             self._server = server = Server(
@@ -433,9 +442,28 @@ def forget(paths: Sequence[Path]) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def _model_files(flags: Sequence[str]) -> list[Path]:
-    """Return the files that the flags name: the model, its heads, its further parts."""
-    return [path for word in flags if (path := Path(word.rpartition("=")[2])).is_file()]
+def model_files(flags: Sequence[str]) -> list[Path]:
+    """Return the files that the flags name, the model and its heads, each with all of its parts."""
+    named = [Path(word.rpartition("=")[2]) for word in flags]
+    return [part for path in named if path.is_file() for part in _parts(path)]
+
+
+def _parts(path: Path) -> list[Path]:
+    found = _PART.fullmatch(path.name)
+    if found is None:
+        return [path]
+    stem, count, suffix = found.groups()
+    return [
+        path.with_name(f"{stem}-{part:05d}-of-{count}{suffix}") for part in range(1, int(count) + 1)
+    ]
+
+
+def _check_model(tag: str, flags: Sequence[str]) -> None:
+    if not any(path.suffix.lower() == ".gguf" for path in model_files(flags)):
+        raise UsageError(
+            f"--page-cache drop: the flags of arm {tag} name no GGUF file whose pages to drop",
+            hint="name the model with -m, or leave --page-cache at keep",
+        )
 
 
 @contextlib.contextmanager

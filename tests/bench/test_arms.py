@@ -257,6 +257,23 @@ async def test_fresh_caches_are_empty_folders_that_go_with_the_server():
 def test_a_forgotten_file_is_still_there(tmp_path):
     model = tmp_path / "m.gguf"
     model.write_bytes(b"x" * 8192)
-    assert arms._model_files(["-m", str(model), "--mmproj=" + str(model), "-c", "5"]) == [model] * 2
+    assert arms.model_files(["-m", str(model), "--mmproj=" + str(model), "-c", "5"]) == [model] * 2
     arms.forget([model, tmp_path / "none"])
     assert model.read_bytes() == b"x" * 8192
+
+
+def test_all_parts_of_a_split_model_are_forgotten(tmp_path):
+    names = ["m-00001-of-00002.gguf", "m-00002-of-00002.gguf"]
+    for name in [*names, "m-00001-of-00003.gguf", "n-00001-of-00002.gguf"]:
+        (tmp_path / name).write_bytes(b"x")
+    found = arms.model_files(["-m", str(tmp_path / names[0])])
+    assert [path.name for path in found] == names
+
+
+async def test_a_page_cache_that_cannot_be_dropped_is_said_before_anything_starts(tmp_path):
+    model = tmp_path / "m.gguf"
+    model.write_bytes(b"x")
+    with pytest.raises(UsageError, match="arm b name no GGUF file"):
+        await ran(comparison(f"a=-m {model}", "b=", page_cache="drop"))
+    found = await ran(comparison(f"a=-m {model}", page_cache="drop", settings={"repeats": 1}))
+    assert found.runs[0].complete
