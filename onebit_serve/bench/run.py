@@ -7,6 +7,7 @@ What was measured is in the `Recorder` at any moment, whatever ends the measurin
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import secrets
 from collections.abc import Callable, Iterator
@@ -67,6 +68,8 @@ class Settings(msgspec.Struct, frozen=True):
         """Return what is printed and kept with the results: all but the texts themselves."""
         kept: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(self))
         kept["conversations"] = len(self.conversations)
+        kept["prompts_sha256"] = _sha256([prompt.messages for prompt in self.conversations])
+        kept["system_sha256"] = _sha256(self.system) if self.system else ""
         kept["system"] = f"{self.system_name}, {len(self.system)} characters" if self.system else ""
         kept["temperature"] = 0
         kept["stream"] = True
@@ -171,7 +174,8 @@ async def measure(
         raise failure
     recorder.note(complete=True, note="")
     if hash_files:
-        path = facts.get("props", {}).get("model_path")
+        # a path that another machine says of itself may be some other file here
+        path = facts.get("props", {}).get("model_path") if surroundings.is_local(door) else None
         files = await trio.to_thread.run_sync(
             partial(surroundings.files_of, watch, path), abandon_on_cancel=True
         )
@@ -324,6 +328,10 @@ def numbers_of(seen: Stream) -> dict[str, Any]:
         "prefill_tok_s": None if prefill is None else round(prefill, 3),
         "decode_tok_s": None if decode is None else round(decode, 3),
     }
+
+
+def _sha256(value: object) -> str:
+    return hashlib.sha256(msgspec.json.encode(value)).hexdigest()
 
 
 def _ms(seconds: float) -> float:

@@ -255,6 +255,12 @@ def ab(arm_texts: tuple[str, ...], models: tuple[str, ...], **options: Any) -> i
     tags = [arm.tag for arm in parsed]
     if len(set(tags)) < len(tags):
         raise UsageError(f"--arm: two arms of one name among {', '.join(tags)}")
+    stems = [Path(model).stem for model in models]
+    if len(set(stems)) < len(stems):  # their served ids, and so their cells, would be one
+        raise UsageError(
+            f"--model: two files of one name among {', '.join(models)}",
+            hint="measure them in two runs, or give them names of their own by links",
+        )
     output, form = _output(options)
     import shlex
 

@@ -6,7 +6,8 @@ in a report never differ.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 import msgspec
 
@@ -190,19 +191,15 @@ def facts_lines(runs: Sequence[Run]) -> tuple[str, ...]:
     """Return what every reader of the numbers must know: settings, machine, server, files."""
     if not runs:
         return ()
-    run = runs[-1]
-    settings = {k: v for k, v in run.settings.items() if v not in ("", None, [], ())}
     lines = [
-        "settings: " + ", ".join(f"{key} {_plain(value)}" for key, value in settings.items()),
-        "machine: " + ", ".join(f"{k} {_plain(v)}" for k, v in run.machine.items()),
-        "versions: " + ", ".join(f"{k} {v}" for k, v in run.versions.items()),
+        "settings: " + _alternatives([run.settings for run in runs]),
+        "machine: " + _alternatives([runs[-1].machine]),  # its load alone differs between runs
+        "versions: " + _alternatives([run.versions for run in runs]),
     ]
-    props = run.server.get("props")
-    if isinstance(props, dict) and props:
-        lines.append("server: " + ", ".join(f"{k} {_plain(v)}" for k, v in props.items()))
-    for name, file in run.files.items():
-        digest = str(file.get("sha256", "unread"))[:16]
-        lines.append(f"{name}: {file.get('size_bytes')} bytes, sha256 {digest}...")
+    props = [run.server.get("props") for run in runs]
+    said = _alternatives([one for one in props if isinstance(one, dict)])
+    lines += [f"server: {said}"] if said else []
+    lines += _file_lines(runs)
     lines += [f"incomplete: {r.tag}, load {r.load}: {r.note}" for r in runs if not r.complete]
     return tuple(lines)
 
@@ -249,7 +246,7 @@ def differences(runs: Sequence[Run]) -> tuple[str, ...]:
         facts["interrupted"] = "no" if run.complete else "yes"
         for key, value in facts.items():
             if value is not None:
-                tags = seen.setdefault(key, {}).setdefault(_plain(value), [])
+                tags = seen.setdefault(key, {}).setdefault(_short(key, value), [])
                 tags += [] if run.tag in tags else [run.tag]
     return tuple(
         f"the arms differ in {key}: "
@@ -415,6 +412,38 @@ def _unit_notes(units: Collection[tuple[str, bool]]) -> tuple[str, ...]:
     if ("load", False) in units:
         notes += ("intervals resample loads, each a fresh start of the server",)
     return notes
+
+
+def _alternatives(facts: Sequence[Mapping[str, Any]]) -> str:
+    """Return each key with all the values that it has, in the order in which they came."""
+    found: dict[str, dict[str, None]] = {}
+    for one in facts:
+        for key, value in one.items():
+            if value not in ("", None, [], ()):
+                found.setdefault(key, {})[_short(key, value)] = None
+    return ", ".join(f"{key} {' or '.join(values)}" for key, values in found.items())
+
+
+def _file_lines(runs: Sequence[Run]) -> list[str]:
+    """Return each file that any run hashed, with the arms that used it where they differ."""
+    found: dict[str, dict[str, list[str]]] = {}
+    for run in runs:
+        for name, file in run.files.items():
+            digest = _short("sha256", file.get("sha256", "unread"))
+            tags = found.setdefault(name, {}).setdefault(
+                f"{file.get('size_bytes')} bytes, sha256 {digest}", []
+            )
+            tags += [] if run.tag in tags else [run.tag]
+    return [
+        f"{name}{' (' + ', '.join(tags) + ')' if len(files) > 1 else ''}: {said}"
+        for name, files in found.items()
+        for said, tags in files.items()
+    ]
+
+
+def _short(key: str, value: object) -> str:
+    text = _plain(value)
+    return text[:16] + "..." if key.endswith("sha256") and len(text) > 16 else text  # noqa: PLR2004
 
 
 def _plain(value: object) -> str:

@@ -120,6 +120,7 @@ def test_the_key_comes_from_a_file_or_the_environment(tmp_path, monkeypatch):
         (["--url", "https://127.0.0.1:1"], "only http"),
         (["ab", "--arm", "a=", "--arm", "a="], "two arms of one name"),
         (["ab"], "no --arm"),
+        (["ab", "--arm", "a=", "--model", "x/m.gguf", "--model", "y/m.gguf"], "files of one name"),
         (["compare"], "nothing to compare"),
         (["compare", "none.csv"], "No such file"),
     ],

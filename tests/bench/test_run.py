@@ -230,6 +230,31 @@ async def test_what_is_stored_says_all_but_the_texts():
     assert json.loads(json.dumps(stored)) == stored
 
 
+def test_what_is_stored_tells_other_texts_of_the_same_name_and_length_apart():
+    def hashes(text, system):
+        asked = settings(conversations=prompts.parse(json.dumps([text]), name="p"), system=system)
+        return [v for key, v in asked.stored().items() if key.endswith("_sha256")]
+
+    one, other = hashes("a", "s"), hashes("b", "t")
+    assert hashes("a", "s") == one
+    assert not set(one) & set(other)
+    assert hashes("a", "")[1] == ""
+
+
+@pytest.mark.parametrize("local", [True, False])
+async def test_only_a_model_of_this_machine_is_hashed(tmp_path, monkeypatch, local):
+    model = tmp_path / "m.gguf"
+    model.write_bytes(b"GGUF")
+    routes = {"/v1/models": {"data": [{"id": "m"}]}, "/props": {"model_path": str(model)}}
+    monkeypatch.setattr(surroundings, "is_local", lambda _where: local)
+    monkeypatch.setattr(surroundings, "find_server", lambda _where: None)
+    with TinyServer(routes=routes) as server:
+        where = await client.resolve(client.endpoint(server.url))
+        recorder = run.Recorder(run.new_run("a", server.url))
+        await run.measure(settings(repeats=1), {"door": where}, recorder)
+    assert ("model" in recorder.run.files) == local
+
+
 async def test_embedding_models_are_not_asked_to_chat():
     models = {"data": [{"id": "e", "role": "embedding"}, {"id": "c", "role": "chat"}]}
     with TinyServer(routes={"/v1/models": models}) as server:

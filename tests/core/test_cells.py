@@ -273,6 +273,24 @@ def test_facts_name_settings_machine_files_and_what_is_incomplete():
     assert report.facts_lines([]) == ()
 
 
+def test_facts_are_those_of_every_run():
+    def run(tag, load, **more):
+        return Run(id=f"{tag}{load}", tag=tag, load=load, started="", url="", **more)
+
+    one = {"llama-server": {"size_bytes": 1, "sha256": "a" * 64}}
+    two = {"llama-server": {"size_bytes": 2, "sha256": "b" * 64}}
+    lines = report.facts_lines(
+        [
+            run("a", 1, files=one, settings={"concurrency": [1], "prompts_sha256": "c" * 64}),
+            run("b", 1, files=two, settings={"concurrency": [4], "prompts_sha256": "d" * 64}),
+            run("a", 2),
+        ]
+    )
+    assert f"settings: concurrency 1 or 4, prompts_sha256 {'c' * 16}... or {'d' * 16}..." in lines
+    assert f"llama-server (a): 1 bytes, sha256 {'a' * 16}..." in lines
+    assert f"llama-server (b): 2 bytes, sha256 {'b' * 16}..." in lines
+
+
 @pytest.mark.parametrize(
     ("value", "text"), [(None, "-"), (1234.5, "1234"), (12.34, "12.3"), (0.123, "0.12")]
 )
