@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 import msgspec
+from click.core import ParameterSource
 
 from onebit_serve.cli.bench_output import Progress, comparison_tables, draw, measured
 from onebit_serve.core import prompts as texts
@@ -124,6 +125,7 @@ def command(
     cached tokens, errors, and the memory and processor time of local servers.
     """
     if context.invoked_subcommand is not None:
+        _refuse_options_before(context, context.invoked_subcommand)
         return None
     if url is None:
         raise UsageError("--url is missing", hint="1bit bench-serve --url http://127.0.0.1:8000")
@@ -284,6 +286,16 @@ def ab(arm_texts: tuple[str, ...], models: tuple[str, ...], **options: Any) -> i
         for name in wanted.locks:
             held.enter_context(device_lock(name, "1bit bench-serve ab"))
         return measured(session.run, lambda: session.results, output, form, shown, session.kill)
+
+
+def _refuse_options_before(context: click.Context, subcommand: str) -> None:
+    for option in context.command.params:
+        source = context.get_parameter_source(option.name or "")
+        if source is ParameterSource.COMMANDLINE:
+            raise UsageError(
+                f"{option.opts[0]} before {subcommand} is not for {subcommand}",
+                hint=f"give options after it: 1bit bench-serve {subcommand} {option.opts[0]} ...",
+            )
 
 
 def _settings(options: dict[str, Any], models: tuple[str, ...]) -> Settings:

@@ -120,6 +120,8 @@ def test_the_key_comes_from_a_file_or_the_environment(tmp_path, monkeypatch):
         (["--url", "https://127.0.0.1:1"], "only http"),
         (["ab", "--arm", "a=", "--arm", "a="], "two arms of one name"),
         (["ab"], "no --arm"),
+        (["--output", "a.csv", "ab", "--arm", "a="], "--output before ab"),
+        (["--repeats", "3", "compare", "a.csv"], "--repeats before compare"),
         (["ab", "--arm", "a=", "--model", "x/m.gguf", "--model", "y/m.gguf"], "files of one name"),
         (["compare"], "nothing to compare"),
         (["compare", "none.csv"], "No such file"),
