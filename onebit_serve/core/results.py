@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 from collections.abc import Iterable, Sequence
 from typing import Any, get_args
 
@@ -245,6 +246,7 @@ def _cell(value: object) -> str:
     if value is None:
         return ""
     if isinstance(value, str):
+        value = _utf8(value)
         return "'" + value if value.startswith((*_DANGEROUS, "'")) else value
     return repr(value)
 
@@ -254,7 +256,15 @@ def _uncell(text: str) -> str:
 
 
 def _json(value: object) -> str:
-    return msgspec.json.encode(value).decode()
+    try:
+        return msgspec.json.encode(value).decode()
+    except UnicodeEncodeError:
+        return _utf8(json.dumps(msgspec.to_builtins(value), ensure_ascii=False))
+
+
+def _utf8(text: str) -> str:
+    """Return text that can be written: a path need not be UTF-8, and no result is lost to one."""
+    return text.encode(errors="replace").decode()
 
 
 def _lines(items: Sequence[object]) -> list[str]:

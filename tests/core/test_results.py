@@ -75,6 +75,19 @@ def test_any_text_and_number_survives_both_forms(requests):
     assert results.read(results.write_json(every), name="a") == every
 
 
+@pytest.mark.parametrize("write", [results.write_csv, results.write_json])
+def test_a_path_that_is_not_utf8_loses_no_results(write):
+    (run,) = SAMPLE.runs
+    odd = Results(
+        runs=(msgspec.structs.replace(run, tag="a\udcff", flags=("-m", "\udcff.gguf")),),
+        requests=(msgspec.structs.replace(SAMPLE.requests[0], tag="a\udcff"),),
+    )
+    found = results.read(write(odd).encode().decode(), name="a")
+    assert (found.runs[0].flags, found.runs[0].tag) == (("-m", "?.gguf"), "a?")
+    assert found.requests[0].tag == "a?"
+    assert found.requests[0].ttft_ms == 1.5
+
+
 @pytest.mark.parametrize(
     "text", ["=cmd|' /C calc'!A0", "+1", "-1+1", "@SUM(A1)", "\t=1", "\r=1", "\n=1", "'=1", "'"]
 )
