@@ -14,6 +14,7 @@ from onebit_serve.core import laya, presets
 from onebit_serve.core.errors import UsageError
 from onebit_serve.core.laya import Choice
 from onebit_serve.core.policy import CLASSES, Policy, Routes, parse_policy, resolve
+from onebit_serve.core.routing import in_words
 
 __all__ = ["command", "known_devices"]
 
@@ -86,7 +87,7 @@ def _routes(policy_file: str | None, devices: str | None) -> Routes:
             f"cannot read the route policy {policy_file}: {error.strerror}",
             hint="configs/route-policy.json is an example",
         ) from error
-    wished = parse_policy(text, policy_file, known_devices(text))
+    wished = in_words(parse_policy(text, policy_file, known_devices(text)))
     named = [wished.default, *(route.device for route in wished.classes.values())]
     return resolve(wished, usable or list(dict.fromkeys(named)), {})
 

@@ -64,6 +64,8 @@ class Orders:
             case "stop":
                 self._house.room.forget(backend)
                 backend.halt()
+                message = f"{backend.plan.name} was stopped by order"
+                backend.dismiss(Refusal(503, message, "backend_unavailable", 1))
             case "restart":
                 backend.halt()
                 backend.want()

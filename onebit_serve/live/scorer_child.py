@@ -137,7 +137,7 @@ class AddressScorer(_Watched):
         self._log = log
         self._kind = wish.kind
         self._request = _requester(self._port, "")
-        self._scorer = HttpScorer(self._request, _model_id(wish))
+        self._model = _model_id(wish)
 
     async def run(self) -> None:
         """Warm it as soon as it is there, then ask it again whenever it stops answering."""
@@ -148,10 +148,9 @@ class AddressScorer(_Watched):
             said = True
             self.settled.set()
             await trio.sleep(1.0)
-        scorer = self._scorer
-        if scorer is None:  # it never is; the type says so
-            return
+        scorer = HttpScorer(self._request, self._model)
         await _warm(scorer)
+        self._scorer = scorer
         self.settled.set()
         while True:
             await self._watch(scorer)
@@ -213,7 +212,8 @@ class ChildScorer(_Watched):
     def _absence(self) -> str:
         """Say why nobody can be asked, and have one that gave up tried again after a while."""
         now = self._life
-        if now.state is State.FAILED and time.monotonic() - now.since_s > _AGAIN_AFTER_S:
+        is_over = now.state is State.FAILED and time.monotonic() - now.since_s > _AGAIN_AFTER_S
+        if is_over and self._wish.restart:
             self._asked.set()
         return f"it is {now.state.value}" + (f": {now.cause}" if now.cause else "")
 

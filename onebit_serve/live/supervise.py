@@ -178,7 +178,7 @@ class Backend:
             return
         self._move_line()
         if self._line and self._life.state in (State.STOPPED, State.STOPPING):
-            self.starter(self, "")
+            self.starter(self, self._line[0].by)
 
     def hand_over(self) -> None:
         """Send those in line, and all who come, to the backend that took this one's place."""
@@ -277,7 +277,7 @@ class Backend:
         )
         if isinstance(verdict, Refusal):
             raise RefusedError(verdict)
-        waiter = Waiter()
+        waiter = Waiter(by)
         if again:
             self._line.appendleft(waiter)
         else:
@@ -327,14 +327,17 @@ class Backend:
     def _move_line(self) -> None:
         """Let those go who can, and tell those who cannot any more."""
         if self._life.state is State.FAILED:
-            refusal = unavailable(self.view())
-            while self._line:
-                waiter = self._line.popleft()
-                waiter.refusal = refusal
-                waiter.moved.set()
+            self.dismiss(unavailable(self.view()))
         while self._line and (lease := self._free_lease()):
             waiter = self._line.popleft()
             waiter.lease = lease
+            waiter.moved.set()
+
+    def dismiss(self, refusal: Refusal) -> None:
+        """Tell those in line that they cannot be served."""
+        while self._line:
+            waiter = self._line.popleft()
+            waiter.refusal = refusal
             waiter.moved.set()
 
     def _post(self, event: machine.Event, number: int) -> None:
@@ -369,7 +372,7 @@ class Backend:
         before = self._life
         if isinstance(event, machine.Halted) and event.if_idle and not self.idle:
             return
-        if isinstance(event, machine.Wanted):
+        if isinstance(event, machine.Wanted) and not before.state.live:
             self._picked_by = event.by
         try:
             self._life, effects = machine.step(before, event, time.monotonic(), self._policy)
