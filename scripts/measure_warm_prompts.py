@@ -54,6 +54,7 @@ SENTENCE = "Rule {n}: answer in the language of the question, be brief, and neve
 QUESTION = "{start} is what I think of. What is rule {n} about, in one word?"
 OK = 200
 LETTERS = str.maketrans("0123456789", "ghijklmnop")
+FOUND = 0.95  # a sliding window loses five tokens, and one more with each use
 ARMS = ("cold", "warm", "limit")
 PIDS: dict[int, int] = {}  # of the servers, by port
 
@@ -270,7 +271,7 @@ async def personas(models: dict[str, str], options: argparse.Namespace) -> None:
                 hits = 0
                 for system, standing in zip(systems, one.standings, strict=True):
                     cached, _ = await chat(port, system, text)
-                    hits += bool(standing.tokens) and cached >= standing.tokens - 5
+                    hits += bool(standing.tokens) and cached >= FOUND * standing.tokens
                 rounds.append(hits)
             proven = sum(s.proven for s in one.standings)
             row(name, "yes" if host else "no", proven, *rounds)
