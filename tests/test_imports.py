@@ -34,7 +34,8 @@ LAYOUT = re.findall(
     live.doorkeeper
     live.free_memory
     live.cache live.asking live.machine live.device_lock live.history live.prefetch
-    live.child live.pump live.upstream live.scorer live.saves live.prefix live.prompts live.probe
+    live.child live.pump live.upstream live.scorer live.saves
+    live.prompt_backend live.prefix live.prompts live.probe
     live.shaper
     live.pulse live.episode live.lease live.supervise live.idle live.house live.scorer_child
     live.routing live.orders live.heartbeat live.relay

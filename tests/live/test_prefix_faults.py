@@ -10,6 +10,7 @@ import trio
 from onebit_serve.core.http import Reply
 from onebit_serve.core.warm_prompts import PROBES, parse
 from onebit_serve.live.prefix import PromptWarmer
+from onebit_serve.live.prompt_backend import PromptBackend
 from onebit_serve.live.saves import Saves, private_directory, prune
 from onebit_serve.live.upstream import GoneError
 
@@ -147,7 +148,7 @@ async def test_a_repair_of_a_backend_that_dies_raises_nothing(told) -> None:
     warmer = PromptWarmer(backend, ENTRIES, say=told.append)
     await warmer.warm()
     warmer.used(0, 0)
-    warmer._send = Gone(0)
+    warmer._backend = PromptBackend(Gone(0))
     assert await warmer.repair() == 1
     assert "the backend went away" in warmer.standings[0].why
 
