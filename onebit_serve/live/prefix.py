@@ -1,7 +1,7 @@
 """Puts warm prompts into a backend's prompt cache, and asks the backend whether they are there.
 
     warm     render with the backend's template -> cut -> plan slots -> restore or prefill -> prove
-    repair   the same for what client traffic pushed out, when nobody is waiting
+    repair   the same for what client traffic or a sleep took, when nobody is waiting
     clear    empty every slot
 
 One object for one backend; all it knows of the world is `request`, so that it does not matter how
@@ -60,6 +60,10 @@ class PromptWarmer:
         self.entries = tuple(entries)
         self.standings: tuple[Standing, ...] = tuple(Standing(e.label) for e in entries)
         self._backend = PromptBackend(request, saves)
+        # The slots that each entry is planned to have, once there is a plan, and how many of them
+        # it has not got yet.
+        self._homes: tuple[tuple[int, ...], ...] | None = None
+        self._missing = [0] * len(self.entries)
         self._concurrency = concurrency
         self._host_bytes = host_bytes
         self._token_bytes = token_bytes
@@ -99,25 +103,27 @@ class PromptWarmer:
         self._say(prompts.done_line(self.standings, trio.current_time() - started_s))
 
     async def repair(self) -> int:
-        """Warm again what client traffic pushed out, and return how many entries that were.
+        """Warm again what is due, and return how many entries that were.
 
         It costs no cached conversation where there is a host cache: what it displaces is saved.
         """
-        lost = [i for i, s in enumerate(self.standings) if s.evicted]
-        for index in lost:
-            pinned = bool(self.standings[index].slots)
-            try:
-                prefix = await self._prefix(self.entries[index], await self._backend.look())
-                self._update(index, slots=(), source="none", proven=False, why="")
-                if pinned:
-                    slot = await self._backend.make_room(0)
-                    await self._fill(index, prefix, (slot,))
-                else:
-                    await self._fill(index, prefix, ())
-                    await self._prove(index, prefix, ())
-            except RefusedError as refusal:
+        due = self.due
+        if not due:
+            return 0
+        try:
+            props = await self._backend.look()
+        except RefusedError as refusal:
+            for index in due:
                 self._refuse(index, str(refusal))
-        return len(lost)
+            return len(due)
+        if self._homes is None:  # the time was over before there was a plan
+            for index in due:
+                self._update(index, why="")
+            await self._warm_all(props)
+            return len(due)
+        for index in due:
+            await self._repair_one(index, self._homes[index], props)
+        return len(due)
 
     async def clear(self) -> bool:
         """Empty every slot, busy ones when their request ends, and return whether all are empty."""
@@ -142,10 +148,11 @@ class PromptWarmer:
         return not refused
 
     def lost_all(self) -> None:
-        """Note that the backend's cache is empty: every entry that was proven is due for repair."""
+        """Note that the backend's cache is empty: all that was proven is due, in all its slots."""
         for index, standing in enumerate(self.standings):
             if standing.proven:
                 self._update(index, evicted=True)
+                self._missing[index] = len(self._homes[index]) if self._homes else 0
 
     def give_up(self, index: int, why: str) -> None:
         """Repair an entry no more until the next warm-up."""
@@ -156,9 +163,13 @@ class PromptWarmer:
         self._set(index, self.standings[index].used(cached_tokens))
 
     @property
-    def repair_due(self) -> bool:
-        """Whether an entry was found gone since the last warm-up."""
-        return any(s.evicted for s in self.standings)
+    def due(self) -> list[int]:
+        """Which entries are due for repair: found gone, or not yet in all the slots planned."""
+        return [
+            index
+            for index, one in enumerate(self.standings)
+            if one.evicted or (one.proven and self._missing[index])
+        ]
 
     def _leave_the_rest(self, why: str) -> None:
         for index, standing in enumerate(self.standings):
@@ -168,6 +179,8 @@ class PromptWarmer:
     # -------------------------------------------------------------------------- the whole
 
     async def _warm_all(self, props: Props) -> None:
+        self._homes = None
+        self._missing = [0] * len(self.entries)
         limit = trio.CapacityLimiter(self._concurrency or props.slots)
         prefixes: list[tuple[int, ...]] = [()] * len(self.entries)
 
@@ -197,7 +210,10 @@ class PromptWarmer:
                 f"warm prompts need more than {props.slots} slots: "
                 f"{plan.host_tokens} tokens{size} go through the host cache"
             )
+        self._homes = tuple(placed[first_of[p]].slots if p else () for p in prefixes)
         homes = {i: p for i, p in placed.items() if not p.refused}
+        for index, place in homes.items():
+            self._missing[index] = len(place.slots)
         if plan.pinned:
             await self._warm_pinned(homes, prefixes, limit)
         else:
@@ -250,6 +266,30 @@ class PromptWarmer:
 
     # --------------------------------------------------------------------------- one entry
 
+    async def _repair_one(self, index: int, homes: tuple[int, ...], props: Props) -> None:
+        try:
+            prefix = await self._prefix(self.entries[index], props)
+            if self.standings[index].evicted:
+                self._update(index, slots=(), source="none", proven=False, why="")
+            if not homes:
+                await self._fill(index, prefix, ())
+                await self._prove(index, prefix, ())
+            # What a client found gone comes back once; that leaves most to the conversations.
+            for _ in range(max(1, self._missing[index]) if homes else 0):
+                slot = await self._slot_to_take(index, homes, props)
+                await self._fill(index, prefix, (slot,))
+                if self.standings[index].why:
+                    break
+        except RefusedError as refusal:
+            self._refuse(index, str(refusal))
+
+    async def _slot_to_take(self, index: int, homes: tuple[int, ...], props: Props) -> int:
+        if self._host_bytes != 0 or len(homes) == props.slots:
+            return await self._backend.make_room(0)
+        # Nothing keeps what is displaced, so it must not be another warm prompt.
+        got = self.standings[index].slots
+        return next((slot for slot in homes if slot not in got), homes[0])
+
     async def _fill(self, index: int, prefix: tuple[int, ...], slots: tuple[int, ...]) -> None:
         """Put one prefix into a slot; with a slot given, prove it there too."""
         slot = slots[0] if slots else -1
@@ -271,6 +311,7 @@ class PromptWarmer:
             source="disk" if restored and before.source != "prefill" else "prefill",
         )
         if slots:
+            self._missing[index] = max(0, self._missing[index] - 1)
             await self._prove(index, prefix, slots)
 
     async def _prove(self, index: int, prefix: tuple[int, ...], slots: tuple[int, ...]) -> None:

@@ -76,7 +76,7 @@ class PromptBackend:
         )
 
     async def render(self, entry: Entry, user_text: str | None) -> str:
-        """Render an entry by the backend's template, with a user's text after it if there is one."""
+        """Render an entry by the backend's template, followed by a user's text if one is given."""
         body: dict[str, Any] = {"messages": list(entry.messages)}
         if user_text is not None:
             body["messages"].append({"role": "user", "content": user_text})
