@@ -352,14 +352,22 @@ class PromptWarmer:
 
     async def _prefix(self, entry: Entry, props: Props) -> tuple[int, ...]:
         """Render, tokenise and cut one entry."""
-        texts = [await self._backend.render(entry, probe) for probe in prompts.PROBES]
-        if len(set(texts)) == 1:
-            raise RefusedError("the template ignores the user's text")
+        try:
+            texts = [await self._backend.render(entry, probe) for probe in prompts.PROBES]
+        except RefusedError:
+            if not entry.open_ended:
+                raise
+            # A template whose roles must alternate takes no second user's message in a row, so
+            # that nothing but this very request can be asked.
+            texts = [await self._backend.render(entry, None)]
+        else:
+            if len(set(texts)) == 1:
+                raise RefusedError("the template ignores the user's text")
         if props.template and prompts.changes_within_a_day(props.template):
             raise RefusedError("the template writes the time, so no beginning stays the same")
         if prompts.names_time(props.template):
             await trio.sleep(_CLOCK_GAP_S)
-            if await self._backend.render(entry, prompts.PROBES[0]) != texts[0]:
+            if await self._rendered_as_asked(entry, prompts.PROBES[0]) != texts[0]:
                 raise RefusedError("the template writes the time, so no beginning stays the same")
         if entry.open_ended:
             with contextlib.suppress(RefusedError):
@@ -368,7 +376,16 @@ class PromptWarmer:
         return prompts.common_prefix([await self._backend.tokens(text) for text in distinct])
 
     async def _asked(self, entry: Entry, text: str) -> list[int]:
-        return await self._backend.tokens(await self._backend.render(entry, text))
+        return await self._backend.tokens(await self._rendered_as_asked(entry, text))
+
+    async def _rendered_as_asked(self, entry: Entry, text: str) -> str:
+        """Render a user's text after an entry, or the entry alone where only that can be asked."""
+        try:
+            return await self._backend.render(entry, text)
+        except RefusedError:
+            if not entry.open_ended:
+                raise
+            return await self._backend.render(entry, None)
 
     # ------------------------------------------------------------------------------ small
 

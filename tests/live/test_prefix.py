@@ -405,6 +405,37 @@ async def test_histories_may_end_with_a_users_or_an_assistants_message(
         assert await chat(port, request) >= open_ended.tokens - 1
 
 
+# As Gemma's, Mistral's and Llama 2's.
+ALTERNATING = (
+    "{% for m in messages %}"
+    "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}"
+    "{% endif %}"
+    "<|im_start|>{{ 'model' if m.role == 'assistant' else m.role }}\n{{ m.content }}<|im_end|>\n"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>model\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize("clock", ["", "{{ strftime_now('%Y') }}"], ids=["no date", "date"])
+@pytest.mark.parametrize("kind", ["llama", "qwen35", "gemma3"])
+async def test_an_entry_that_ends_with_a_users_message_is_warmed_where_roles_must_alternate(
+    kind, clock, tiny, real_llama_server
+) -> None:
+    flags = ("-np", "2", "--jinja", "--chat-template", clock + ALTERNATING)
+    request = [{"role": "user", "content": SYSTEM}]
+    answered = [*request, {"role": "assistant", "content": "I will."}]
+    async with server(real_llama_server, tiny(kind), *flags) as port:
+        both = parse(msgspec.json.encode([request, answered]), "prompts.json")
+        warmer = PromptWarmer(asker(port), both)
+        await warmer.warm()
+        assert [s.why for s in warmer.standings] == ["", ""]
+        asked, closed = warmer.standings
+        assert await chat(port, request) >= asked.tokens - 5
+        more = [*answered, {"role": "user", "content": "go on"}]
+        assert await chat(port, more) >= closed.tokens - 1
+
+
 async def test_the_counts_go_on_over_a_new_warm_up(tiny, real_llama_server) -> None:
     async with server(real_llama_server, tiny("llama"), "-np", "1") as port:
         warmer = PromptWarmer(asker(port), entries(SYSTEM))
