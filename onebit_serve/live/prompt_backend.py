@@ -151,7 +151,7 @@ class PromptBackend:
         path = self._saves.path(prefix)
         if path.is_file():
             return
-        part = path.with_suffix(f".{slot}.part")
+        part = self._saves.part(path)
         reply = await self._slot_action(slot, "save", part.name)
         if reply.get("n_saved") == len(prefix):
             self._saves.adopt(part, path)
