@@ -22,7 +22,7 @@ LAYOUT = re.findall(
     """
     core.errors core.facts core.folders core.gguf core.binary core.caches core.http
     core.config core.presets core.options core.placement
-    core.slots core.warm_prompts core.prompt_plan
+    core.kv_cache core.slots core.warm_prompts core.prompt_plan
     core.policy core.laya core.scorers core.routing core.limits core.plan core.shapes core.warmup
     core.choose core.ladder core.climb core.discover
     core.pressure core.prompts

@@ -205,11 +205,14 @@ class PromptWarmer:
             if place.refused:
                 self._refuse(index, place.refused, tokens=len(prefixes[index]))
         if plan.host_tokens:
-            size = "" if plan.host_bytes is None else f", about {plan.host_bytes >> 20} MiB"
-            self._say(
+            size = "" if plan.host_bytes is None else f", about {plan.host_bytes >> 20} MiB,"
+            line = (
                 f"warm prompts need more than {props.slots} slots: "
                 f"{plan.host_tokens} tokens{size} go through the host cache"
             )
+            if self._host_bytes is not None and (plan.host_bytes or 0) > self._host_bytes:
+                line += f" of {self._host_bytes >> 20} MiB (--cache-ram), which may not keep all"
+            self._say(line)
         self._homes = tuple(placed[first_of[p]].slots if p else () for p in prefixes)
         homes = {i: p for i, p in placed.items() if not p.refused}
         for index, place in homes.items():
@@ -251,15 +254,25 @@ class PromptWarmer:
     async def _warm_through_host(
         self, homes: dict[int, Placement], prefixes: list[tuple[int, ...]]
     ) -> None:
-        """Warm one after the other, the first of the file last: the last ones stay in the slots.
+        """Warm one after the other, the first of the file last: the last ones are kept longest.
 
         What needs a slot of its own comes after all that pass through, which would push it out.
         """
         passing = [i for i in reversed(homes) if not homes[i].slots]
         for index in passing:
             await self._fill(index, prefixes[index], ())
-        for index in passing:
-            await self._prove(index, prefixes[index], ())
+        # What was put there last is there for certain. Once one is gone, so are those before it,
+        # and to ask for them would push out what is still there.
+        gone = ""
+        for index in reversed(passing):
+            standing = self.standings[index]
+            if gone:
+                self._update(index, source="none", why=standing.why or gone)
+            elif not standing.why:
+                await self._prove(index, prefixes[index], ())
+                now = self.standings[index]
+                if not now.proven and 2 * now.reused_tokens < now.tokens:
+                    gone = f"the prompt cache has lost {now.label}, which was put there later"
         for number, index in enumerate(i for i in homes if homes[i].slots):
             slot = await self._backend.make_room(number)
             await self._fill(index, prefixes[index], (slot,))
@@ -323,7 +336,7 @@ class PromptWarmer:
                 await self._asked(entry, prompts.PROOF_TEXTS[0]), slot
             )
             verdict = prompts.judge(len(prefix), [cached])
-            if not verdict.proven:
+            if not verdict.proven and slots:
                 # A restored sliding-window cache is worth nothing to its first request and all to
                 # its second (llama-server b10068): that first request was this one, then.
                 if self._saves and self.standings[index].source == "disk":

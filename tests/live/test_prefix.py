@@ -183,6 +183,28 @@ async def test_without_a_host_cache_only_the_slots_keep_prompts_and_the_rest_is_
         assert "4 completed, 2 skipped" in said[-1]
 
 
+async def test_a_host_cache_that_is_too_small_is_found_out_by_the_proof_alone(
+    tiny, real_llama_server
+) -> None:
+    personas = [f"Persona {n * 7919}: {chr(97 + n) * 9} {SYSTEM[: 900 + 7 * n]}" for n in range(9)]
+    async with server(real_llama_server, tiny("qwen35"), "-np", "2", "-cram", "4") as port:
+        said: list[str] = []
+        warmer = PromptWarmer(
+            asker(port), entries(*personas), host_bytes=4 << 20, token_bytes=2048, say=said.append
+        )
+        await warmer.warm()
+        assert "go through the host cache of 4 MiB (--cache-ram), which may not keep all" in said[0]
+        kept = sum(s.proven for s in warmer.standings)
+        assert 2 <= kept < 9
+        # Those of the file's beginning are kept; the first that is gone speaks for all after it.
+        assert all(s.proven for s in warmer.standings[:kept])
+        assert "tokens are reused" in warmer.standings[kept].why
+        assert "has lost entry" in warmer.standings[-1].why
+        assert not warmer.due
+        for system, standing in zip(personas[:kept], warmer.standings, strict=False):
+            assert await chat(port, ask("Who are you?", system)) >= standing.tokens - 1
+
+
 @pytest.mark.parametrize("kind", ["llama", "gemma3", "qwen35", "mamba"])
 async def test_a_saved_slot_comes_back_after_a_kill_and_a_refused_one_is_prefilled(
     kind, tiny, real_llama_server, tmp_path
