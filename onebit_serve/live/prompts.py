@@ -2,7 +2,8 @@
 
     warm      before ready, for every child anew: the first start, a restart, a lazy one, a reload
     note      what a client's request reused; what it found gone is due for repair
-    idle      nobody is waiting: repair; `busy` cancels that at once, since a client came
+    idle      nobody is waiting: repair, also what the deadline did not suffice for; `busy` cancels
+              that at once, since a client came
     rewarm    a person asked for it: behind the traffic, at once
     hear      the child woke from its sleep, which empties its cache
 
@@ -88,8 +89,7 @@ class PromptKeeper:
             return
         self._lost_contact = False
         await self._warmer.warm(self._plan.warm_up.deadline_s)
-        self._in_vain = [0] * len(self._entries)
-        self._put_back.clear()
+        self._forget_repairs()
         if self._lost_contact:
             # a child that is dying takes its answers with it: let its exit be heard first
             await trio.sleep(_EXIT_NOTICE_S)
@@ -199,14 +199,18 @@ class PromptKeeper:
                     await self._warmer.clear()
                     self._clear_due = False
                 cleared.set()
-                self._put_back.clear()
                 if self._warmer is not None and self.wanted:
                     await self._warmer.warm()
+                    self._forget_repairs()
         cleared.set()
         if self._rewarm_scope is scope:
             self._rewarm_scope = None
 
     # ------------------------------------------------------------------------------- small
+
+    def _forget_repairs(self) -> None:
+        self._in_vain = [0] * len(self._entries)
+        self._put_back.clear()
 
     def _make(self, port: int, key: str, hear: Callable[[], None]) -> PromptWarmer:
         async def request(method: str, path: str, body: bytes) -> Reply:

@@ -272,6 +272,8 @@ def test_what_a_real_llama_server_lost_in_its_sleep_is_put_back(start, real_llam
     until(lambda: "entering sleeping state" in front.client.get(url).text, "its sleep")
     cached(front, "who wakes it", OTHER)
     front.wait_said("put back while idle: warm prompt entry 1, entry 2")
+    slots = [slot for entry in standing(front)["entries"] for slot in entry["slots"]]
+    assert sorted(slots) == [0, 1, 2, 3]
     assert cached(front, "hello", TWO) >= standing(front)["entries"][1]["tokens"] - 1
 
 
@@ -413,6 +415,21 @@ async def test_an_entry_that_clients_find_gone_after_three_repairs_is_given_up(k
         keeper.note(PATH, BODY, GONE)  # before there was time to repair it
     assert keeper._warmer.given_up == [(0, "clients find it gone after 3 repairs")]
     assert "repaired no more" in keeper._log.lines[-1]
+
+
+async def test_a_new_warm_up_gives_an_entry_that_was_given_up_three_repairs_again(keeper):
+    async def warm():
+        keeper._warmer.standings = (STANDING,)
+
+    keeper._warmer.warm = warm
+    for times in (1, 2):
+        keeper.note(PATH, BODY, GONE)
+        for _ in range(3):
+            await repaired(keeper)
+            keeper.note(PATH, BODY, GONE)
+        assert len(keeper._warmer.given_up) == times
+        async with trio.open_nursery() as nursery:
+            await keeper.rewarm(nursery, clear=False)
 
 
 async def test_one_hit_and_the_repairs_before_it_are_forgotten(keeper):
