@@ -34,7 +34,8 @@ import trio
 
 from onebit_serve.core.http import Reply
 from onebit_serve.core.warm_prompts import parse
-from onebit_serve.live.prefix import PromptWarmer, Request
+from onebit_serve.live.prefix import PromptWarmer
+from onebit_serve.live.prompt_backend import Request
 from onebit_serve.live.saves import Saves, private_directory
 from onebit_serve.live.upstream import GoneError, open_stream
 

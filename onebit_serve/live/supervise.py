@@ -391,9 +391,10 @@ class Backend:
         self._climb_on()
 
     def _climb_on(self) -> None:
-        """Let the rest of the shapes be warmed while the child is ready and nobody waits."""
+        """Let prompts and shapes that are due be warmed while it is ready and nobody waits."""
         is_free = self._life.state is State.READY and not self._leases and not self._line
         if is_free and self._nursery:
+            self.prompts.idle(self._nursery)
             self.shaper.idle(self._nursery)
 
     def _bury(self, before: Life) -> None:
@@ -501,9 +502,7 @@ class Backend:
         if not self._leases:
             self.last_end_s = time.monotonic()
             self._wake()  # somebody may wait for that to stop it
-            if self._nursery:
-                self.prompts.idle(self._nursery)
-                self._climb_on()
+            self._climb_on()
 
     def _wake(self) -> None:
         self._changed.set()
