@@ -4,7 +4,8 @@
 Each trial draws loads with a known spread between them and requests with a known spread within
 them, and asks the very functions that `bench-serve` uses. Two questions are asked: does the
 interval of a median hold the true median, and does the interval of an arm against itself hold 1?
-For comparison, what comes out when requests are resampled as if they were independent.
+For comparison, what comes out when requests are resampled as if they were independent. Below, two
+arms of one true median that differ in how many loads they have and how far these spread.
 
     python scripts/interval_coverage.py [--trials 1000]
 """
@@ -16,12 +17,18 @@ import functools
 import itertools
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from onebit_serve.core import score
 
 TRUTH = 100.0
 REQUESTS = 8
+UNEQUAL = (
+    ((5, 0.05, 0.03), (5, 0.01, 0.01)),
+    ((5, 0.05, 0.03), (20, 0.01, 0.01)),
+    ((5, 0.01, 0.01), (20, 0.05, 0.03)),
+    ((5, 0.05, 0.03), (10, 0.05, 0.03)),
+)
 
 
 def loads(draw: random.Random, count: int, between: float, within: float) -> list[list[float]]:
@@ -63,6 +70,13 @@ def of_ratio(count: int, spreads: tuple[float, float], seed: int) -> bool:
     return holds(score.ratio_interval(*two_arms(seed, count, spreads), seed=seed), 1.0)
 
 
+def of_unequal(arms: Sequence[tuple[int, float, float]], seed: int) -> bool:
+    """Ask whether the interval of the ratio of two different arms of one median holds 1."""
+    draw = random.Random(seed)
+    top, bottom = (loads(draw, *arm) for arm in arms)
+    return holds(score.ratio_interval(top, bottom, seed=seed), 1.0)
+
+
 def of_requests(count: int, spreads: tuple[float, float], seed: int) -> bool:
     """Ask the same, each request taken for a unit of its own."""
     arms = two_arms(seed, count, spreads)
@@ -84,6 +98,10 @@ def main() -> None:
         ]
         between, within = spreads
         print(f"{count:5}  {between:7.0%}  {within:6.0%}  {'  '.join(shares)}", flush=True)
+    print("loads, between, within of both arms  ratio held")
+    for arms in UNEQUAL:
+        both = " and ".join(f"{count}, {b:.0%}, {w:.0%}" for count, b, w in arms)
+        print(f"{both:35}  {share(trials, functools.partial(of_unequal, arms))}", flush=True)
 
 
 if __name__ == "__main__":

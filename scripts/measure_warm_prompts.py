@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import hashlib
 import itertools
 import json
 import os
@@ -33,7 +34,8 @@ import trio
 
 from onebit_serve.core.http import Reply
 from onebit_serve.core.warm_prompts import parse
-from onebit_serve.live.prefix import PromptWarmer, Request
+from onebit_serve.live.prefix import PromptWarmer
+from onebit_serve.live.prompt_backend import Request
 from onebit_serve.live.saves import Saves, private_directory
 from onebit_serve.live.upstream import GoneError, open_stream
 
@@ -50,9 +52,10 @@ FIRST = {
     "quote": '"so"',
 }
 SENTENCE = "Rule {n}: answer in the language of the question, be brief, and never invent a source. "
-QUESTION = "What is rule {n} about, in one word?"
+QUESTION = "{start} is what I think of. What is rule {n} about, in one word?"
 OK = 200
-SLOTS = 8
+LETTERS = str.maketrans("0123456789", "ghijklmnop")
+FOUND = 0.95  # a sliding window loses five tokens, and one more with each use
 ARMS = ("cold", "warm", "limit")
 PIDS: dict[int, int] = {}  # of the servers, by port
 
@@ -154,6 +157,12 @@ def cpu_s(port: int) -> float:
     return times.user + times.system
 
 
+def question(number: int) -> str:
+    """Return a user text that no other one shares its beginning with: it would be cached too."""
+    start = hashlib.sha256(str(number).encode()).hexdigest()[:8].translate(LETTERS)
+    return QUESTION.format(start=start.capitalize(), n=number)
+
+
 class Waves(msgspec.Struct):
     """What the waves of one cell took, by arm.
 
@@ -174,7 +183,7 @@ async def wave(
     before_s = cpu_s(port)
 
     async def one() -> None:
-        took.append((await chat(port, system, QUESTION.format(n=next(texts))))[1])
+        took.append((await chat(port, system, question(next(texts))))[1])
 
     async with trio.open_nursery() as nursery:
         for _ in range(at_once):
@@ -211,8 +220,17 @@ async def pair_of_servers(
 ) -> None:
     """Measure every prompt and concurrency on a cold and a warm server of their own."""
     texts = itertools.count(100)
-    context = SLOTS * (max(options.tokens) + 256)
-    flags = ("-np", str(SLOTS), "-c", str(context), "-cram", "0", "-t", str(options.threads))
+    context = options.slots * (max(options.tokens) + 256)
+    flags = (
+        "-np",
+        str(options.slots),
+        "-c",
+        str(context),
+        "-cram",
+        "0",
+        "-t",
+        str(options.threads),
+    )
     async with (
         server(options.llama_server, model, *flags) as cold_port,
         server(options.llama_server, model, *flags) as warm_port,
@@ -254,7 +272,7 @@ async def personas(models: dict[str, str], options: argparse.Namespace) -> None:
                 hits = 0
                 for system, standing in zip(systems, one.standings, strict=True):
                     cached, _ = await chat(port, system, text)
-                    hits += bool(standing.tokens) and cached >= standing.tokens - 5
+                    hits += bool(standing.tokens) and cached >= FOUND * standing.tokens
                 rounds.append(hits)
             proven = sum(s.proven for s in one.standings)
             row(name, "yes" if host else "no", proven, *rounds)
@@ -298,6 +316,7 @@ def main() -> None:
     parser.add_argument("--at", type=numbers, default=[1, 4, 8])
     parser.add_argument("--repeats", type=int, default=4, help="requests a cell, in waves (4)")
     parser.add_argument("--servers", type=int, default=2, help="pairs of servers, in turn (2)")
+    parser.add_argument("--slots", type=int, default=8, help="of each server (8)")
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
     if not options.llama_server:

@@ -59,6 +59,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
             time.sleep(3600)
         if self.options.die:
             os._exit(3)
+        if self.options.failing:
+            self.reply(500, b"{}")
+            return
         self.reply(200, b"<html>" if self.options.garbage else json.dumps(judge(asked)).encode())
 
     def log_message(self, *_: object) -> None:
@@ -98,14 +101,25 @@ def main() -> None:
     """Read the options and serve."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--port", type=int)
-    for flag in ("hang", "die", "garbage", "error", "half-line", "silent-id", "shuffle"):
+    for flag in (
+        "any-host",
+        "failing",
+        "hang",
+        "die",
+        "garbage",
+        "error",
+        "half-line",
+        "silent-id",
+        "shuffle",
+    ):
         parser.add_argument(f"--{flag}", action="store_true")
     options = parser.parse_args()
     if options.port is None:
         lines(options)
         return
     Handler.options = options
-    with http.server.ThreadingHTTPServer(("127.0.0.1", options.port), Handler) as server:
+    host = "0.0.0.0" if options.any_host else "127.0.0.1"
+    with http.server.ThreadingHTTPServer((host, options.port), Handler) as server:
         server.serve_forever()
 
 

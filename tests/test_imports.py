@@ -22,7 +22,7 @@ LAYOUT = re.findall(
     """
     core.errors core.facts core.folders core.gguf core.binary core.caches core.http
     core.config core.presets core.options core.placement
-    core.slots core.warm_prompts core.prompt_plan
+    core.kv_cache core.slots core.warm_prompts core.prompt_plan
     core.policy core.laya core.scorers core.routing core.limits core.plan core.shapes core.warmup
     core.choose core.ladder core.climb core.discover
     core.pressure core.prompts
@@ -34,7 +34,8 @@ LAYOUT = re.findall(
     live.doorkeeper
     live.free_memory
     live.cache live.asking live.machine live.device_lock live.history live.prefetch
-    live.child live.pump live.upstream live.scorer live.saves live.prefix live.prompts live.probe
+    live.child live.pump live.upstream live.scorer live.saves
+    live.prompt_backend live.prefix live.prompts live.probe
     live.shaper
     live.pulse live.episode live.lease live.supervise live.idle live.house live.scorer_child
     live.routing live.orders live.heartbeat live.relay

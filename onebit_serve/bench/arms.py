@@ -46,6 +46,7 @@ __all__ = [
     "Server",
     "Session",
     "forget",
+    "model_files",
     "order",
     "parse_arm",
     "put_together",
@@ -58,10 +59,13 @@ SERVE = (sys.executable, "-m", "onebit_serve.cli", "serve")
 
 _READY = re.compile(r"ready on (http://[^\s\"]+)")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
+_PART = re.compile(r"(.*)-\d{5}-of-(\d{5})(\.gguf)", re.IGNORECASE)  # llama.cpp's naming
 _LAST_LINES = 30
 _SHOWN_LINES = 5
 # A supervisor's own grace for requests in flight and for its child: 30 s and 10 s by default.
 _STOP_S = 45.0
+_REST_S = 5.0  # for what a wrapper leaves behind when it ends before its server
+_LOOK_S = 0.02
 _READ_BYTES = 65536
 _DEATH_SIGNAL = ("setpriv", "--pdeathsig", "TERM", "--")  # util-linux; else an orphan is possible
 
@@ -207,21 +211,28 @@ class Session:
 
         Raises:
             OnebitError: A server did not come up, or none of a cell's requests succeeded.
+            UsageError, where the page cache is to be dropped of a model that no flag names.
         """
         wanted = self._comparison
+        for arm, model in itertools.product(wanted.arms, wanted.models or ("",)):
+            if wanted.page_cache == "drop":
+                _check_model(arm.tag, self._flags(arm, model))
         for load in range(1, wanted.loads + 1):
             for arm in order(wanted.every_arm, load):
                 for model in wanted.models or ("",):
                     for concurrency in wanted.settings.concurrency:
                         await self._one(arm, load, model, concurrency)
 
+    def _flags(self, arm: Arm, model: str) -> list[str]:
+        return put_together(arm.flags, ("-m", model) if model else (), self._comparison.arguments)
+
     async def _one(self, arm: Arm, load: int, model: str, concurrency: int) -> None:
         wanted = self._comparison
         cell = f"{Path(model).stem + ', ' if model else ''}{concurrency} at once"
         self._began(f"arm {arm.tag}, load {load} of {wanted.loads}: {cell}")
-        flags = put_together(arm.flags, ("-m", model) if model else (), wanted.arguments)
+        flags = self._flags(arm, model)
         if wanted.page_cache == "drop":
-            forget(_model_files(flags))
+            forget(model_files(flags))
         with _fresh_caches(wanted.caches) as caches:
             environment = caches | arm.environment
             self._server = server = Server(
@@ -247,15 +258,33 @@ class Session:
         if not self._comparison.direct:
             return {"door": door}
         status = await surroundings.get_json(door, "/v1/status")
-        ports = surroundings.backend_ports(status)
-        if not ports:
-            raise OnebitError(
-                f"{url}: --direct found no backend's port at /v1/status",
-                hint="leave out --direct, or measure a server that has that route",
-            )
-        port, pid = ports[0]
+        port, pid = _chat_backend(status, url)
         beside = Endpoint(host="127.0.0.1", port=port, key=_child_key(pid))
         return {"door": door, "direct": await resolve(beside)}
+
+
+def _chat_backend(status: object, url: str) -> tuple[int, int | None]:
+    """Return port and pid of the one backend that answers chats at the front door."""
+    chat = [b for b in surroundings.backends_of(status) if b.get("role", "chat") == "chat"]
+    if len(chat) > 1:
+        names = ", ".join(str(backend.get("name")) for backend in chat)
+        raise UsageError(
+            f"{url}: --direct with several chat backends ({names}), any of which may answer",
+            hint="measure a server of one chat backend, or leave out --direct",
+        )
+    ports = surroundings.backend_ports(chat)
+    if not ports:
+        raise OnebitError(
+            f"{url}: --direct found no backend's port at /v1/status",
+            hint="leave out --direct, or measure a server that has that route",
+        )
+    state = chat[0].get("state", "ready")
+    if state != "ready":
+        raise OnebitError(
+            f"{url}: --direct: the backend {chat[0].get('name')} is {state} and not ready",
+            hint="see the server's log; a lazy backend is only started by its first request",
+        )
+    return ports[0]
 
 
 class Server:
@@ -273,13 +302,25 @@ class Server:
         self._process: subprocess.Popen[bytes] | None = None
         self._url = ""
         self._ready = trio.Event()
+        self._ended = False
         self.ready_ms: float | None = None
 
     def kill(self) -> None:
         """Kill it and all of its group at once."""
-        if self._process is not None and self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+        self._signal(signal.SIGKILL)
+
+    def _signal(self, number: int) -> bool:
+        """Send a signal to the whole group and say whether there still is one.
+
+        The server may be a child of what was started, and outlive it.
+        """
+        if self._process is None or self._ended:
+            return False
+        try:
+            os.killpg(self._process.pid, number)
+        except (ProcessLookupError, PermissionError):  # the latter is macOS' word for the former
+            return False
+        return True
 
     @contextlib.asynccontextmanager
     async def running(self, limit_s: float, who: str) -> AsyncIterator[str]:
@@ -363,12 +404,15 @@ class Server:
         self._ready.set()  # without a URL: whoever waits sees that it ended
 
     async def _stop(self, process: subprocess.Popen[bytes]) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            process.terminate()
+        self._signal(signal.SIGTERM)
         with trio.move_on_after(_STOP_S):
             await trio.to_thread.run_sync(process.wait, abandon_on_cancel=True)
+            with trio.move_on_after(_REST_S):
+                while self._signal(0):  # noqa: ASYNC110 - a group tells nobody that it is empty
+                    await trio.sleep(_LOOK_S)
         self.kill()
         await trio.to_thread.run_sync(process.wait)
+        self._ended = True  # from here on its number may be another's
         if process.stderr is not None:
             process.stderr.close()
 
@@ -398,9 +442,28 @@ def forget(paths: Sequence[Path]) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def _model_files(flags: Sequence[str]) -> list[Path]:
-    """Return the files that the flags name: the model, its heads, its further parts."""
-    return [path for word in flags if (path := Path(word.rpartition("=")[2])).is_file()]
+def model_files(flags: Sequence[str]) -> list[Path]:
+    """Return the files that the flags name, the model and its heads, each with all of its parts."""
+    named = [Path(word.rpartition("=")[2]) for word in flags]
+    return [part for path in named if path.is_file() for part in _parts(path)]
+
+
+def _parts(path: Path) -> list[Path]:
+    found = _PART.fullmatch(path.name)
+    if found is None:
+        return [path]
+    stem, count, suffix = found.groups()
+    return [
+        path.with_name(f"{stem}-{part:05d}-of-{count}{suffix}") for part in range(1, int(count) + 1)
+    ]
+
+
+def _check_model(tag: str, flags: Sequence[str]) -> None:
+    if not any(path.suffix.lower() == ".gguf" for path in model_files(flags)):
+        raise UsageError(
+            f"--page-cache drop: the flags of arm {tag} name no GGUF file whose pages to drop",
+            hint="name the model with -m, or leave --page-cache at keep",
+        )
 
 
 @contextlib.contextmanager

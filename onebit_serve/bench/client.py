@@ -3,8 +3,8 @@
 Sockets and httptools rather than a full HTTP client, since at 64 streams of 100 tokens a second
 the instrument must not be what is measured. The clock is read right after the bytes are, before
 anything is parsed, and the first token is the first text that is not empty: a role chunk or a
-progress report is no token. Text is `content`, `reasoning_content` or a completion's `text`,
-whichever the backend generates first.
+progress report is no token. Text is `content`, `reasoning_content` or `reasoning`,
+a part of a tool call, or a completion's `text`, whichever the backend generates first.
 
 Proxies in the environment are not used, and no request is ever sent twice.
 """
@@ -82,6 +82,12 @@ class Answer(msgspec.Struct, frozen=True):
 class _Delta(msgspec.Struct):
     content: _TEXT = None
     reasoning_content: _TEXT = None
+    reasoning: Any = None
+    tool_calls: Any = None
+
+    @property
+    def has_text(self) -> bool:
+        return bool(self.content or self.reasoning_content or self.reasoning or self.tool_calls)
 
 
 class _Choice(msgspec.Struct):
@@ -337,7 +343,7 @@ class _Events:
             seen.fail("sse error", _message(msgspec.json.encode({"error": event.error})))
         for choice in event.choices:
             delta = choice.delta
-            if choice.text or (delta and (delta.content or delta.reasoning_content)):
+            if choice.text or (delta and delta.has_text):
                 if seen.first_s is None:
                     seen.first_s = now
                 seen.last_s = now

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import html
 import io
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,8 @@ def check(path: Path) -> None:
         )
     if not path.parent.is_dir():
         raise UsageError(f"--plot {path}: there is no folder {path.parent}")
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise UsageError(f"--plot {path}: no file can be written there")
     try:
         import matplotlib as mpl  # type: ignore[import-not-found,unused-ignore]
     except ImportError as error:
@@ -72,18 +75,22 @@ def draw(
         UsageError: As `check` says, or there is nothing to draw.
     """
     check(path)
-    found = [cell for cell in cells(results) if metric in cell.spreads and cell.target == "door"]
+    every = cells(results, intervals=())
+    found = [cell for cell in every if metric in cell.spreads and cell.target == "door"]
     if not found:
         raise UsageError(f"--plot {path}: no cell has a {METRICS[metric].title} to draw")
     figure = _figure(found, gains(results, metric), metric)
     suffix = path.suffix.lower()
+    # drawn in memory, so that a full disk is the only thing that can go wrong with the file
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="svg" if suffix == ".html" else suffix[1:], dpi=150)
+    data = buffer.getvalue()
     if suffix == ".html":
-        buffer = io.StringIO()
-        figure.savefig(buffer, format="svg")
-        svg = buffer.getvalue()
-        path.write_text(_page(svg[svg.index("<svg") :], tables, metric), encoding="utf-8")
-    else:
-        figure.savefig(path, format=suffix[1:], dpi=150)
+        data = _page(data[data.index(b"<svg") :].decode(), tables, metric).encode()
+    try:
+        path.write_bytes(data)
+    except OSError as error:
+        raise UsageError(f"--plot {path}: {error.strerror}") from error
 
 
 def _figure(found: Sequence[Cell], compared: Sequence[Gain], metric: str) -> Any:

@@ -7,6 +7,7 @@ What was measured is in the `Recorder` at any moment, whatever ends the measurin
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import secrets
 from collections.abc import Callable, Iterator
@@ -33,7 +34,7 @@ class Settings(msgspec.Struct, frozen=True):
 
     Args:
         prompts: The set's name, `short`, `medium`, `long`, or the file's.
-        conversations: The prompts; requests take them in turn.
+        conversations: The prompts; the requests of each cell and target take them in turn.
         concurrency: How many requests at once, one cell each.
         max_tokens: Tokens to generate at most.
         repeats: Waves in a cell.
@@ -67,6 +68,8 @@ class Settings(msgspec.Struct, frozen=True):
         """Return what is printed and kept with the results: all but the texts themselves."""
         kept: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(self))
         kept["conversations"] = len(self.conversations)
+        kept["prompts_sha256"] = _sha256([prompt.messages for prompt in self.conversations])
+        kept["system_sha256"] = _sha256(self.system) if self.system else ""
         kept["system"] = f"{self.system_name}, {len(self.system)} characters" if self.system else ""
         kept["temperature"] = 0
         kept["stream"] = True
@@ -137,7 +140,8 @@ async def measure(
     if settings.count_tokens:
         counted = await _count_tokens(door, settings)
         recorder.note(settings=recorder.run.settings | {"prompt_tokens": counted})
-    pids = [pid for _, pid in surroundings.backend_ports(facts.get("status")) if pid]
+    backends = surroundings.backends_of(facts.get("status"))
+    pids = [pid for _, pid in surroundings.backend_ports(backends) if pid]
     watch = surroundings.Watch(surroundings.find_server(door), pids)
     numbers = _numbers()
     used: list[Usage] = []
@@ -158,6 +162,8 @@ async def measure(
                 watch.start()
                 try:
                     await cell.run(targets)
+                    if "status" in facts:  # a lazy backend may have started within the cell
+                        watch.tell(await surroundings.backend_pids(door))
                 finally:
                     used += watch.finish(cell_name(model, settings.prompts, concurrency))
                     recorder.note(usage=tuple(used))
@@ -168,7 +174,8 @@ async def measure(
         raise failure
     recorder.note(complete=True, note="")
     if hash_files:
-        path = facts.get("props", {}).get("model_path")
+        # a path that another machine says of itself may be some other file here
+        path = facts.get("props", {}).get("model_path") if surroundings.is_local(door) else None
         files = await trio.to_thread.run_sync(
             partial(surroundings.files_of, watch, path), abandon_on_cancel=True
         )
@@ -196,18 +203,23 @@ class _Cell:
         self._began_s = began_s
 
     async def run(self, targets: dict[str, Endpoint]) -> None:
-        """Send all waves; raises OnebitError when none of them had a success."""
-        succeeded = False
+        """Send all waves; raises OnebitError when none of a target's had a success."""
+        waves: dict[str, list[Request]] = {}
+        succeeded: set[str] = set()
         for repeat in range(1, self._settings.repeats + 1):
-            # the order alternates, so that neither target always meets the other's leavings
-            order = list(targets.items())[:: 1 if repeat % 2 else -1]
-            for target, where in order:
-                wave = await self._wave(where, target, repeat)
-                succeeded = succeeded or any(not request.error for request in wave)
+            # alternates over waves and loads, so that neither target always meets the other's
+            # leavings, nor always gets request 1 of a fresh server
+            turned = (self._recorder.run.load + repeat) % 2
+            for target, where in list(targets.items())[:: -1 if turned else 1]:
+                wave = waves[target] = await self._wave(where, target, repeat)
+                if any(not request.error for request in wave):
+                    succeeded.add(target)
                 if _is_gone(wave):
                     self._stop(wave, f"the server went away in wave {repeat}")
-        if not succeeded:
-            self._stop(wave, "no request succeeded")
+        for target, wave in waves.items():
+            if target not in succeeded:
+                by = f" by the way `{target}`" if len(targets) > 1 else ""
+                self._stop(wave, f"no request succeeded{by}")
 
     def _stop(self, wave: list[Request], what: str) -> None:
         self._recorder.note(note=what)
@@ -218,7 +230,8 @@ class _Cell:
         )
 
     async def _wave(self, where: Endpoint, target: str, repeat: int) -> list[Request]:
-        bodies = [self._body() for _ in range(self._concurrency)]
+        before = (repeat - 1) * self._concurrency
+        bodies = [self._body(before + place) for place in range(self._concurrency)]
         wave: list[Request] = []
 
         async def one(place: int, body: bytes) -> None:
@@ -249,11 +262,11 @@ class _Cell:
                 nursery.start_soon(one, place, body)
         return wave
 
-    def _body(self) -> bytes:
+    def _body(self, turn: int) -> bytes:
         settings = self._settings
-        number = next(self._numbers)
-        conversation = settings.conversations[number % len(settings.conversations)]
-        unique = texts.prefix(number) if settings.unique else ""
+        # counted within the cell, so that arms, loads and targets are asked the same in each place
+        conversation = settings.conversations[turn % len(settings.conversations)]
+        unique = texts.prefix(next(self._numbers)) if settings.unique else ""
         body = {
             "messages": texts.prepare(conversation, unique=unique, system=settings.system),
             "stream": True,
@@ -307,13 +320,18 @@ def numbers_of(seen: Stream) -> dict[str, Any]:
         if timings.prompt_ms is not None:
             found["wait_ms"] = max(0.0, round(_ms(ttft_s) - timings.prompt_ms, 3))
     return found | {
-        "tpot_ms": _ms(decode_s / (tokens - 1)) if tokens > 1 else None,
+        # texts that all came in one piece, through a proxy that buffers, have no time between them
+        "tpot_ms": _ms(decode_s / (tokens - 1)) if tokens > 1 and decode_s > 0 else None,
         "prompt_tokens": prompt,
         "cached_tokens": cached,
         "output_tokens": tokens,
         "prefill_tok_s": None if prefill is None else round(prefill, 3),
         "decode_tok_s": None if decode is None else round(decode, 3),
     }
+
+
+def _sha256(value: object) -> str:
+    return hashlib.sha256(msgspec.json.encode(value)).hexdigest()
 
 
 def _ms(seconds: float) -> float:

@@ -14,7 +14,7 @@ import ipaddress
 import os
 import platform
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,9 @@ from onebit_serve.core.results import Usage
 
 __all__ = [
     "Watch",
+    "backend_pids",
     "backend_ports",
+    "backends_of",
     "files_of",
     "find_server",
     "get_json",
@@ -107,18 +109,29 @@ async def server_facts(where: Endpoint) -> dict[str, Any]:
     return facts
 
 
-def backend_ports(status: object) -> list[tuple[int, int | None]]:
-    """Return port and pid of each backend of a `/v1/status` answer that has a port."""
+def backends_of(status: object) -> list[dict[str, Any]]:
+    """Return the backends of a `/v1/status` answer, as far as it has any."""
     backends = status.get("backends") if isinstance(status, dict) else None
     if isinstance(backends, dict):
         backends = list(backends.values())
+    every = backends if isinstance(backends, list) else []
+    return [backend for backend in every if isinstance(backend, dict)]
+
+
+def backend_ports(backends: Iterable[dict[str, Any]]) -> list[tuple[int, int | None]]:
+    """Return port and pid of each backend that has a port."""
     found = []
-    for backend in backends if isinstance(backends, list) else []:
-        port = backend.get("port") if isinstance(backend, dict) else None
+    for backend in backends:
+        port, pid = backend.get("port"), backend.get("pid")
         if isinstance(port, int) and port > 0:
-            pid = backend.get("pid")
             found.append((port, pid if isinstance(pid, int) else None))
     return found
+
+
+async def backend_pids(where: Endpoint) -> set[int]:
+    """Return the process ids of the backends that run now, by `/v1/status`."""
+    ports = backend_ports(backends_of(await get_json(where, "/v1/status")))
+    return {pid for _, pid in ports if pid}
 
 
 def is_local(where: Endpoint) -> bool:
@@ -156,7 +169,7 @@ class Watch:
 
     def __init__(self, server: psutil.Process | None, backends: Collection[int] = ()) -> None:
         self._server = server
-        self._backends = frozenset(backends)
+        self._backends = set(backends)
         self._known: dict[int, tuple[psutil.Process, str, str]] = {}
         self._begin: dict[int, float] = {}
         self._latest: dict[int, float] = {}
@@ -166,12 +179,16 @@ class Watch:
 
     def start(self) -> None:
         """Begin a cell."""
-        self._begin.clear()
         self._latest.clear()
         self._peak.clear()
         self._began_s = time.perf_counter()
         self._look()
         self.sample()
+        self._begin = dict(self._latest)  # what starts later begins with nothing used
+
+    def tell(self, backends: Iterable[int]) -> None:
+        """Add process ids of backends, of those that started since."""
+        self._backends.update(backends)
 
     async def run(self) -> None:
         """Sample until cancelled."""
@@ -189,7 +206,6 @@ class Watch:
             except (psutil.Error, OSError):
                 continue  # it has ended; what was seen stays
             self._latest[pid] = times.user + times.system
-            self._begin.setdefault(pid, self._latest[pid])
             self._peak[pid] = max(self._peak.get(pid, 0), rss_bytes)
 
     def finish(self, cell: str) -> list[Usage]:
@@ -204,7 +220,7 @@ class Watch:
                 name=name,
                 pid=pid,
                 rss_bytes=self._peak[pid],
-                cpu_s=round(self._latest[pid] - self._begin[pid], 3),
+                cpu_s=round(self._latest[pid] - self._begin.get(pid, 0.0), 3),
                 wall_s=wall_s,
             )
             for pid, (_, role, name) in self._known.items()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 import msgspec
+from click.core import ParameterSource
 
 from onebit_serve.cli.bench_output import Progress, comparison_tables, draw, measured
 from onebit_serve.core import prompts as texts
@@ -123,6 +125,7 @@ def command(
     cached tokens, errors, and the memory and processor time of local servers.
     """
     if context.invoked_subcommand is not None:
+        _refuse_options_before(context, context.invoked_subcommand)
         return None
     if url is None:
         raise UsageError("--url is missing", hint="1bit bench-serve --url http://127.0.0.1:8000")
@@ -150,7 +153,8 @@ def command(
     "--fail-under",
     type=float,
     metavar="X",
-    help="Exit 1 unless every cell of every arm was measured and is at least X times faster.",
+    help="Exit 1 unless every cell of every arm was measured, is at least X times faster, and has "
+    "not clearly more errors.",
 )
 @click.option("--format", "form", type=click.Choice(("table", "json", "md")), default="table")
 def compare(
@@ -164,7 +168,8 @@ def compare(
 ) -> int:
     """Compare results; the first arm is the baseline.
 
-    An arm is a tag; a file without tags is an arm of its own name. Files of one tag are loads of
+    An arm is a tag; a file without tags is an arm of its own name, or of its path where two files
+    have one name. Files of one tag are loads of
     one arm. One file that holds several arms, as `ab` writes it, is enough.
     """
     if not files:
@@ -173,7 +178,8 @@ def compare(
         from onebit_serve.bench.plot import check
 
         check(Path(plot))
-    every = results.merge(_read(Path(name), by_file=by_file) for name in files)
+    named = _file_tags(files)
+    every = results.merge(_read(name, tag, by_file=by_file) for name, tag in named)
     if len({request.tag for request in every.requests}) < 2:  # noqa: PLR2004 - two arms
         tags = sorted({repr(request.tag) for request in every.requests}) or ["none"]
         raise UsageError(
@@ -251,6 +257,12 @@ def ab(arm_texts: tuple[str, ...], models: tuple[str, ...], **options: Any) -> i
     tags = [arm.tag for arm in parsed]
     if len(set(tags)) < len(tags):
         raise UsageError(f"--arm: two arms of one name among {', '.join(tags)}")
+    stems = [Path(model).stem for model in models]
+    if len(set(stems)) < len(stems):  # their served ids, and so their cells, would be one
+        raise UsageError(
+            f"--model: two files of one name among {', '.join(models)}",
+            hint="measure them in two runs, or give them names of their own by links",
+        )
     output, form = _output(options)
     import shlex
 
@@ -274,6 +286,16 @@ def ab(arm_texts: tuple[str, ...], models: tuple[str, ...], **options: Any) -> i
         for name in wanted.locks:
             held.enter_context(device_lock(name, "1bit bench-serve ab"))
         return measured(session.run, lambda: session.results, output, form, shown, session.kill)
+
+
+def _refuse_options_before(context: click.Context, subcommand: str) -> None:
+    for option in context.command.params:
+        source = context.get_parameter_source(option.name or "")
+        if source is ParameterSource.COMMANDLINE:
+            raise UsageError(
+                f"{option.opts[0]} before {subcommand} is not for {subcommand}",
+                hint=f"give options after it: 1bit bench-serve {subcommand} {option.opts[0]} ...",
+            )
 
 
 def _settings(options: dict[str, Any], models: tuple[str, ...]) -> Settings:
@@ -354,9 +376,21 @@ def _output(options: dict[str, Any]) -> tuple[Path | None, str]:
         raise UsageError(
             f"--output {path}: its suffix names no form", hint="end it in .csv, .json or .md"
         )
-    if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+    if _is_standard_output(path):
+        return None, form
+    folder = path.resolve().parent  # where a link leads to
+    # a device or a pipe is written into, a file is replaced
+    changed = path if path.exists() and not path.is_file() else folder
+    if path.is_dir() or not folder.is_dir() or not os.access(changed, os.W_OK):
         raise UsageError(f"--output {path}: no file can be written there")
     return path, form
+
+
+def _is_standard_output(path: Path) -> bool:
+    try:
+        return os.path.samestat(path.stat(), os.fstat(1))
+    except OSError:
+        return False
 
 
 def _judged(every: results.Results, metric: str, fail_under: float) -> int:
@@ -366,24 +400,33 @@ def _judged(every: results.Results, metric: str, fail_under: float) -> int:
     for gain in gains(every, metric):
         if gain.tag in again:
             continue
+        place = f"{gain.tag} {gain.model} {gain.prompts} x{gain.concurrency}"
         outcome = score.judge(gain.comparison.speedup, at_least=fail_under)
         speedup = gain.comparison.speedup
         figure = "-" if speedup is None else f"{speedup:.3g}x"
         if outcome != "pass":
             code = 1
-            click.echo(
-                f"{outcome}: {gain.tag} {gain.model} {gain.prompts} x{gain.concurrency}: "
-                f"{figure}, at least {fail_under:g}x was asked for",
-                err=True,
-            )
+            asked = f"at least {fail_under:g}x was asked for"
+            click.echo(f"{outcome}: {place}: {figure}, {asked}", err=True)
+        if gain.fails_more:
+            code = 1
+            failed = f"{gain.errors} of {gain.requests} requests failed"
+            base = f"{gain.base_errors} of {gain.base_requests} of {gain.base}"
+            click.echo(f"fail: {place}: {failed}, and {base}", err=True)
     return code
 
 
-def _read(path: Path, *, by_file: bool) -> results.Results:
-    found = results.read(_text(path, "results file"), name=str(path))
+def _file_tags(files: Sequence[str]) -> list[tuple[str, str]]:
+    """Return each file with the name of the arm that it may be: its stem, or else its path."""
+    stems = Counter(Path(name).stem for name in dict.fromkeys(files))
+    return [(name, Path(name).stem if stems[Path(name).stem] == 1 else name) for name in files]
+
+
+def _read(name: str, file_tag: str, *, by_file: bool) -> results.Results:
+    found = results.read(_text(Path(name), "results file"), name=name)
 
     def named(tag: str) -> str:
-        return path.stem if by_file or not tag else tag
+        return file_tag if by_file or not tag else tag
 
     return results.Results(
         runs=tuple(msgspec.structs.replace(r, tag=named(r.tag)) for r in found.runs),

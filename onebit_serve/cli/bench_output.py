@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import secrets
 import signal
+import stat
 import sys
-import tempfile
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
@@ -14,9 +15,13 @@ import click
 from onebit_serve.core import report, results
 from onebit_serve.core.errors import OnebitError, UsageError
 
-__all__ = ["Progress", "comparison_tables", "draw", "measured"]
+__all__ = ["Progress", "comparison_tables", "draw", "measured", "write_whole"]
 
 _KILLED = 130
+_RAW: dict[str, Callable[[results.Results], str]] = {
+    "csv": results.write_csv,
+    "json": results.write_json,
+}
 
 
 def measured(
@@ -35,33 +40,36 @@ def measured(
         output: The file to write; `None` prints.
         form: `table`, `csv`, `json` or `md`.
         shown: Drawn while `work` runs.
-        kill: Ends what `work` started, on a second Ctrl-C.
+        kill: Ends what `work` started, on a second Ctrl-C, which still writes `csv` and `json`.
 
     Raises:
-        OnebitError: As `work` does, after writing.
+        OnebitError: As `work` does, after writing; so does every other exception of it.
     """
     import trio
 
     def last() -> None:
         kill()
         shown.bar.stop()  # which shows the cursor again
-        os._exit(_KILLED)
+        found = so_far()
+        try:
+            if found.requests and form in _RAW:  # tables would take their time
+                _put(_RAW[form](found), output)
+        except OnebitError as error:
+            click.echo(error.message, err=True)
+        finally:
+            os._exit(_KILLED)
 
-    failure: OnebitError | None = None
     interrupted = False
     try:
         with shown.bar:
             interrupted = trio.run(_interruptible, work, last)
-    except OnebitError as error:
-        failure = error
-    found = so_far()
-    if found.requests:
-        _deliver(found, output, form)
+    finally:  # whatever ended it: what was measured outlives an error that nobody foresaw
+        found = so_far()
+        if found.requests:
+            _deliver(found, output, form)
     if interrupted:
         where = f"; they are in {output}" if output and found.requests else ""
         click.echo(f"stopped: {len(found.requests)} requests were measured{where}", err=True)
-    if failure is not None:
-        raise failure
     return 0
 
 
@@ -94,23 +102,19 @@ async def _interruptible(work: Callable[[], Awaitable[None]], last: Callable[[],
 
 
 def _deliver(found: results.Results, output: Path | None, form: str) -> None:
+    """Write or print what was measured, and draw it where it went into a file."""
+    if form in _RAW:  # before anything is computed of it, which takes time and may fail
+        _put(_RAW[form](found), output)
+        if output is None:
+            return
     tables = [*report.bench_tables(found), *comparison_tables(found, "ttft")]
     notes = (*report.facts_lines(found.runs), *report.noise_lines(found))
-    writers: dict[str, Callable[[], str]] = {
-        "csv": lambda: results.write_csv(found),
-        "json": lambda: results.write_json(found),
-        "md": lambda: report.markdown(tables, lines=notes),
-        "table": lambda: report.plain(tables, notes),
-    }
-    text = writers[form]
-    if output is not None:
-        _write(output, text())
+    if form == "md":
+        _put(report.markdown(tables, lines=notes), output)
+    elif form == "table" and output is not None:
+        _put(report.plain(tables, notes), output)
+    if output is not None or form == "table":
         draw(tables, notes)
-        click.echo(f"written to {output}", err=True)
-    elif form == "table":
-        draw(tables, notes)
-    else:
-        click.echo(text(), nl=False)
 
 
 def comparison_tables(found: results.Results, metric: str) -> list[report.Table]:
@@ -124,20 +128,39 @@ def comparison_tables(found: results.Results, metric: str) -> list[report.Table]
     return [table for table in every if table.rows]
 
 
-def _write(path: Path, text: str) -> None:
-    """Write a whole file or none: what was there stays until the new one is complete."""
+def _put(text: str, output: Path | None) -> None:
+    if output is None:
+        click.echo(text, nl=False)
+        return
     try:
-        with tempfile.NamedTemporaryFile(
-            "w", dir=path.parent, prefix=path.name, delete=False, encoding="utf-8", newline=""
-        ) as file:
-            file.write(text)
-        Path(file.name).chmod(0o644)
-        Path(file.name).replace(path)
+        write_whole(output, text)
     except OSError as error:
         click.echo(text, nl=False)  # hours of measuring are not lost to a full disk
         raise UsageError(
-            f"--output {path}: {error.strerror}", hint="it is on the standard output instead"
+            f"--output {output}: {error.strerror}", hint="it is on the standard output instead"
         ) from error
+    click.echo(f"written to {output}", err=True)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a whole file or none: what was there stays until the new one is complete.
+
+    A link is followed, and what is no regular file (a device, a pipe) is written into.
+    """
+    if path.exists() and not path.is_file():
+        with path.open("w", encoding="utf-8", newline="") as file:
+            file.write(text)
+        return
+    target = path.resolve()
+    half = target.with_name(f".1bit-{secrets.token_hex(6)}")
+    try:
+        with half.open("x", encoding="utf-8", newline="") as file:  # its mode is the umask's
+            file.write(text)
+        if target.exists():
+            half.chmod(stat.S_IMODE(target.stat().st_mode))
+        half.replace(target)
+    finally:
+        half.unlink(missing_ok=True)
 
 
 def draw(tables: Sequence[report.Table], notes: Sequence[str]) -> None:

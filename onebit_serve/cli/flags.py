@@ -213,7 +213,7 @@ FLAGS: tuple[Flag, ...] = (
         key="laya.policy",
         group=_ROUTING,
         metavar="FILE",
-        help="Which class goes to which device, a JSON file; implies --laya.",
+        help="Which class goes to which device, a JSON file; without --laya only the size decides.",
     ),
     Flag(
         "--llama-server",

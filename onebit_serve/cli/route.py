@@ -14,6 +14,7 @@ from onebit_serve.core import laya, presets
 from onebit_serve.core.errors import UsageError
 from onebit_serve.core.laya import Choice
 from onebit_serve.core.policy import CLASSES, Policy, Routes, parse_policy, resolve
+from onebit_serve.core.routing import in_words
 
 __all__ = ["command", "known_devices"]
 
@@ -34,7 +35,12 @@ _ASKED = ("code", "prose", "short")
     "--scorer", metavar="URL", help="Ask the Laya at http://127.0.0.1:PORT what the text is."
 )
 @click.option(
-    "--deadline", metavar="S", type=float, default=2.0, show_default=True, help="Seconds it has."
+    "--deadline",
+    metavar="S",
+    type=click.FloatRange(min=0),
+    default=2.0,
+    show_default=True,
+    help="Seconds it has; 0 is no limit.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(
@@ -81,7 +87,7 @@ def _routes(policy_file: str | None, devices: str | None) -> Routes:
             f"cannot read the route policy {policy_file}: {error.strerror}",
             hint="configs/route-policy.json is an example",
         ) from error
-    wished = parse_policy(text, policy_file, known_devices(text))
+    wished = in_words(parse_policy(text, policy_file, known_devices(text)))
     named = [wished.default, *(route.device for route in wished.classes.values())]
     return resolve(wished, usable or list(dict.fromkeys(named)), {})
 
@@ -101,7 +107,8 @@ def _explain(text: str, routes: Routes, scorer: str | None, deadline_s: float) -
         explained["min_confidence"] = routes.min_confidence
         return explained
     decision = laya.decide(choice, routes)
-    asked = {"choice": choice.kind, "confidence": choice.confidence} if choice.confidence else {}
+    was_asked = choice.confidence is not None
+    asked = {"choice": choice.kind, "confidence": choice.confidence} if was_asked else {}
     return explained | {
         "class": decision.kind,
         "confidence": decision.confidence,
@@ -127,7 +134,7 @@ def _ask(text: str, url: str, deadline_s: float) -> Choice:
 
     async def ask() -> Choice:
         try:
-            with trio.fail_after(deadline_s):
+            with trio.fail_after(deadline_s or float("inf")):
                 return await HttpScorer(request).ask(text)
         except NoAnswerError as error:
             return Choice("", why=f"Laya is {error.word}: {error}")

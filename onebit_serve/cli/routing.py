@@ -11,7 +11,7 @@ import msgspec
 from onebit_serve.core import presets, routing
 from onebit_serve.core.config import Config, Laya
 from onebit_serve.core.errors import BackendError, ConfigError, OnebitError, UsageError
-from onebit_serve.core.plan import BackendPlan, Found, Plan
+from onebit_serve.core.plan import LIBHSA_VARIABLE, BackendPlan, Found, Plan
 from onebit_serve.core.policy import Policy, parse_policy, resolve
 from onebit_serve.core.routing import RoutingPlan, ScorerWish
 from onebit_serve.core.scorers import scorer_plan
@@ -96,10 +96,14 @@ def route(config: Config, plan: Plan, found: Sequence[Found], unusable: Mapping[
                 "and routing knows a backend by its device",
                 hint="put one of them on another device, or leave that device out of the policy",
             )
+    libhsa = next(filter(None, (b.set_env.get(LIBHSA_VARIABLE) for b in chats)), None)
     wish = routing.scorer_wish(
         config.laya,
-        llama_server=found[0].binary.path,
+        llama_server=next(
+            (b.binary for b in plan.backends if b.kind == "llama-server"), found[0].binary.path
+        ),
         restart=all(backend.limits.restart for backend in chats),
+        set_env={LIBHSA_VARIABLE: libhsa} if libhsa else {},
     )
     _check_there(wish)
     planned = RoutingPlan(routes, by_device, config.laya.deadline_s, wish)

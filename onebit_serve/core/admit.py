@@ -48,9 +48,10 @@ def decide(
         return Verdict.GO
     if limits.queue and waiting >= limits.queue:
         if view.state is State.READY:
+            most = f"max_in_flight = {limits.max_in_flight}, " if limits.max_in_flight else ""
             message = (
                 f"{view.name} answers {view.in_flight} requests and {waiting} wait for it: "
-                f"max_in_flight = {limits.max_in_flight}, queue = {limits.queue}"
+                f"{most}queue = {limits.queue}"
             )
             return Refusal(429, message, "queue_full", 1)
         refusal = unavailable(view)
@@ -66,8 +67,6 @@ def parked_too_long(view: BackendView, waited_s: float) -> Refusal:
     refusal = unavailable(view)
     message = f"gave up after {waited_s:.0f} s in line (park_s): {refusal.message}"
     if view.state is State.READY:
-        message = (
-            f"gave up after {waited_s:.0f} s in line (park_s): {view.name} is busy with "
-            f"{view.in_flight} requests"
-        )
+        busy = f"is busy with {view.in_flight} requests" if view.in_flight else "makes room"
+        message = f"gave up after {waited_s:.0f} s in line (park_s): {view.name} {busy}"
     return msgspec.structs.replace(refusal, message=message)

@@ -7,8 +7,9 @@ interval says how the waves of this one start lie and nothing of what another st
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Literal
 
 import msgspec
@@ -28,6 +29,9 @@ __all__ = [
     "gains",
     "relay_costs",
 ]
+
+
+_MORE_ERRORS = 0.05  # of all requests; one of a hundred may fail on any day
 
 
 class Metric(msgspec.Struct, frozen=True):
@@ -72,7 +76,8 @@ class Cell(msgspec.Struct, frozen=True):
         requests: Requests sent.
         errors: How many failed, by kind.
         spreads: By metric's name, of the successful ones; missing where nothing was measured.
-        intervals: 95 % intervals of the medians, by metric's name; `None` with under five units.
+        intervals: 95 % intervals of the medians that were asked for, by metric's name; `None` with
+            under five units.
         unit: What was resampled.
         prompt_tokens: Median.
         cached_tokens: Median.
@@ -109,7 +114,11 @@ class Gain(msgspec.Struct, frozen=True):
         target: `door` or `direct`.
         base_median: The first arm's median, in the metric's unit; `None` without a success.
         median: The other's.
-        comparison: How many times better.
+        base_requests: Requests sent to the first arm.
+        requests: To the other.
+        base_errors: How many of the first arm's failed.
+        errors: Of the other's.
+        comparison: How many times better, of the requests that succeeded.
         unit: What was resampled.
     """
 
@@ -121,8 +130,20 @@ class Gain(msgspec.Struct, frozen=True):
     target: str
     base_median: float | None
     median: float | None
+    base_requests: int
+    requests: int
+    base_errors: int
+    errors: int
     comparison: score.Comparison
     unit: Literal["load", "wave"]
+
+    @property
+    def fails_more(self) -> bool:
+        """Whether clearly more of the other arm's requests failed: a gain of the rest is none."""
+        if not self.base_requests or not self.requests:
+            return False
+        share, base_share = self.errors / self.requests, self.base_errors / self.base_requests
+        return share > base_share + _MORE_ERRORS
 
 
 class FirstAgainstRest(msgspec.Struct, frozen=True):
@@ -182,9 +203,15 @@ class RelayCost(msgspec.Struct, frozen=True):
 Key = tuple[str, str, str, int, str]
 
 
-def cells(results: Results) -> tuple[Cell, ...]:
-    """Return every cell, in the order in which it was first measured."""
-    return tuple(_cell(key, requests) for key, requests in _by_cell(results.requests).items())
+def cells(results: Results, *, intervals: Collection[str] = ("ttft",)) -> tuple[Cell, ...]:
+    """Return every cell, in the order in which it was first measured.
+
+    Args:
+        results: All arms together.
+        intervals: The metrics whose intervals are shown; each takes thousands of medians.
+    """
+    by_cell = _by_cell(results.requests)
+    return tuple(_cell(key, requests, intervals) for key, requests in by_cell.items())
 
 
 def gains(results: Results, metric: str = "ttft", *, base: str | None = None) -> tuple[Gain, ...]:
@@ -218,15 +245,21 @@ def gains(results: Results, metric: str = "ttft", *, base: str | None = None) ->
 def first_against_rest(results: Results, metric: str) -> tuple[FirstAgainstRest, ...]:
     """Return request 1 against the best of the later ones, by arm, over its loads.
 
-    Only requests at concurrency 1 through the door count: in a crowd there is no first.
+    Only requests at concurrency 1 through the door count: in a crowd there is no first. Nor does a
+    load count whose backend was asked beside the door before.
     """
     kind = METRICS[metric]
+    by_cell = _by_cell(results.requests)
     found = []
-    for key, requests in _by_cell(results.requests).items():
+    for key, requests in by_cell.items():
         if key[3] != 1 or key[4] != "door":
             continue
+        beside = by_cell.get((*key[:4], "direct"), [])
+        asked_s = {(r.run, r.load): r.started_s for r in beside if r.repeat == 1}
         pairs = []
         for load in _loads(requests):
+            if load[0].started_s > asked_s.get((load[0].run, load[0].load), math.inf):
+                continue
             first = [getattr(r, kind.field) for r in load if r.repeat == 1]
             later = [getattr(r, kind.field) for r in load if r.repeat > 1 and not r.error]
             later = [value for value in later if value]
@@ -321,13 +354,14 @@ def _values(requests: Iterable[Request], field: str) -> list[float]:
     return [value for value in every if value is not None]
 
 
-def _cell(key: Key, requests: list[Request]) -> Cell:
+def _cell(key: Key, requests: list[Request], shown: Collection[str]) -> Cell:
     unit, groups = _units(requests)
     spreads, intervals = {}, {}
     for metric in METRICS.values():
         found = score.spread(_values(requests, metric.field))
         if found is not None:
             spreads[metric.name] = found
+        if found is not None and metric.name in shown:
             grouped = [_values(group, metric.field) for group in groups.values()]
             intervals[metric.name] = score.interval(grouped)
     return Cell(
@@ -374,6 +408,10 @@ def _gain(
         target=place[3],
         base_median=_middle(ours, metric.field),
         median=_middle(theirs, metric.field),
+        base_requests=len(ours),
+        requests=len(theirs),
+        base_errors=sum(bool(request.error) for request in ours),
+        errors=sum(bool(request.error) for request in theirs),
         comparison=score.compare(base, other, lower_is_better=metric.lower_is_better),
         unit=unit,
     )

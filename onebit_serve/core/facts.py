@@ -58,6 +58,7 @@ class ModelFacts(msgspec.Struct, frozen=True):
         embedding_length: `ARCH.embedding_length`.
         head_count: `ARCH.attention.head_count`; `None` where it differs by layer.
         head_count_kv: `ARCH.attention.head_count_kv`; `None` where it differs by layer.
+        head_counts_kv: The same for each layer, where it differs; 0 is a layer without attention.
         key_length: `ARCH.attention.key_length`; models without it share the embedding out.
         value_length: `ARCH.attention.value_length`; as `key_length`.
     """
@@ -73,5 +74,6 @@ class ModelFacts(msgspec.Struct, frozen=True):
     embedding_length: int | None = None
     head_count: int | None = None
     head_count_kv: int | None = None
+    head_counts_kv: tuple[int, ...] | None = None
     key_length: int | None = None
     value_length: int | None = None

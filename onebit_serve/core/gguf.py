@@ -24,6 +24,7 @@ _DEFAULT_ALIGNMENT_BYTES: Final = 32  # ggml docs, gguf.md: general.alignment
 _MAX_DIMENSIONS: Final = 4  # ggml.h: GGML_MAX_DIMS
 _MAX_KEY_BYTES: Final = 65_535  # ggml docs, gguf.md: a key is at most 2^16-1 bytes
 _MAX_TENSOR_NAME_BYTES: Final = 1_024  # ggml.h: GGML_MAX_NAME is 64; some builds raise it
+_MAX_KEPT: Final = 512  # llama.cpp: LLAMA_MAX_LAYERS; longer arrays are vocabularies
 _SMALLEST_PAIR_BYTES: Final = 8 + 4 + 1
 _SMALLEST_TENSOR_BYTES: Final = 8 + 4 + 4 + 8
 
@@ -43,6 +44,7 @@ _SCALARS: Final = {
     11: struct.Struct("<q"),
     12: struct.Struct("<d"),
 }
+_INTEGERS: Final = (0, 1, 2, 3, 4, 5, 10, 11)
 
 # ggml.h's tensor types: number -> (elements of a block, bytes of a block). A type that is missing
 # here is newer than this table; the end of such a tensor is unknown and not judged.
@@ -94,18 +96,21 @@ class TruncatedHeaderError(InvalidGgufError):
     """The bytes end inside the header: give more of them, or the file is cut off."""
 
 
+_Value = int | float | bool | str | tuple[int, ...]
+
+
 class Header(msgspec.Struct, frozen=True):
     """What a header says that somebody here needs.
 
     Args:
-        values: The scalar values and short strings by key, arrays left out.
+        values: The scalar values, short strings and short arrays of integers by key.
         tensors: How many tensors the file describes.
         header_bytes: Where the header ends, before padding.
         end_bytes: The size that the file must have at least, from the tensor that ends last.
         last_tensor: That tensor's name.
     """
 
-    values: dict[str, int | float | bool | str]
+    values: dict[str, _Value]
     tensors: int
     header_bytes: int
     end_bytes: int
@@ -125,6 +130,11 @@ class Header(msgspec.Struct, frozen=True):
         """Return an integer value, `None` where the key is missing or is no integer."""
         value = self.values.get(key)
         return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+    def numbers(self, key: str) -> tuple[int, ...] | None:
+        """Return an array of integers, one for each layer; `None` where the key is none."""
+        value = self.values.get(key)
+        return value if isinstance(value, tuple) else None
 
 
 def parse_header(data: bytes, size_bytes: int) -> Header:
@@ -163,7 +173,7 @@ class _Reader:
             raise InvalidGgufError(f"its GGUF version is {version}, not 2 or 3")
         tensors = self.count(_SMALLEST_TENSOR_BYTES, "tensors")
         pairs = self.count(_SMALLEST_PAIR_BYTES, "key-value pairs")
-        values: dict[str, int | float | bool | str] = {}
+        values: dict[str, _Value] = {}
         for _ in range(pairs):
             key = self.string(_MAX_KEY_BYTES)
             value = self.value(key)
@@ -222,7 +232,7 @@ class _Reader:
         if self.at > len(self.data):
             raise struct.error
 
-    def value(self, key: str) -> int | float | bool | str | None:
+    def value(self, key: str) -> _Value | None:
         kind = self.u32()
         scalar = _SCALARS.get(kind)
         if scalar is not None:
@@ -237,16 +247,19 @@ class _Reader:
             self.skip(length)  # a chat template can be long, and nobody here reads it
             return None
         if kind == _ARRAY:
-            self.array(key)
-            return None
+            return self.array(key)
         raise InvalidGgufError(f"the type of {key!r} is {kind}, which is none of GGUF's")
 
-    def array(self, key: str) -> None:
+    def array(self, key: str) -> tuple[int, ...] | None:
+        """Step over an array, and return it where it is one of few integers."""
         kind, count = _ARRAY_HEAD(self.data, self.at)
         self.at += 12
         scalar = _SCALARS.get(kind)
         if scalar is not None:
+            start = self.at
             self.skip(scalar.size * count)
+            if kind in _INTEGERS and count <= _MAX_KEPT:
+                return struct.unpack_from(f"<{count}{scalar.format[-1]}", self.data, start)
         elif kind == _STRING:
             if count * 8 > self.size_bytes:
                 raise InvalidGgufError(f"{key!r} claims {count} strings, more than would fit")
@@ -261,6 +274,7 @@ class _Reader:
             self.skip(at - self.at)
         else:
             raise InvalidGgufError(f"{key!r} is an array of type {kind}, which llama.cpp refuses")
+        return None
 
     def tensor(self) -> tuple[str, int]:
         """Read one description; return its name and where its data ends, from the data's start."""

@@ -81,10 +81,12 @@ class Opening(msgspec.Struct, frozen=True):
     Args:
         text: The first user message; `None` where there is none in words.
         key: The same for every turn of the conversation.
+        first_turn: Whether nothing follows that message.
     """
 
     text: str | None
     key: str
+    first_turn: bool = True
 
 
 def opening(path: str, body: bytes) -> Opening | None:
@@ -101,29 +103,35 @@ def opening(path: str, body: bytes) -> Opening | None:
         return None
     try:
         fields = msgspec.json.decode(body)
+        return _opening(fields) if isinstance(fields, dict) else None
     except (msgspec.DecodeError, RecursionError):
         return None
-    if not isinstance(fields, dict):
-        return None
-    head = [fields.get("system"), fields.get("instructions")]
+
+
+def _opening(fields: dict[str, Any]) -> Opening | None:
+    head = [_gist(fields.get("system")), _gist(fields.get("instructions"))]
     if "messages" in fields:
         return _of_messages(fields["messages"], head)
     said = fields.get("input", fields.get("prompt"))
-    if isinstance(said, list) and any(isinstance(item, dict) for item in said):
-        return _of_messages(said, head)
-    if isinstance(said, list):
+    if isinstance(said, list) and not any(isinstance(item, dict) for item in said):
         said = next((item for item in said if isinstance(item, str)), None)
-    text = said if isinstance(said, str) else None
-    return Opening(text, _key([*head, said]))
+    if isinstance(said, list):
+        return _of_messages(said, head)
+    return _of_messages([{"role": "user", "content": said}], head)
 
 
 def _of_messages(messages: Any, head: list[Any]) -> Opening | None:
     if not isinstance(messages, list):
         return None
+    gists = []
     for count, message in enumerate(messages, 1):
-        if isinstance(message, dict) and message.get("role") == "user":
-            return Opening(_words(message.get("content")), _key([*head, messages[:count]]))
-    return Opening(None, _key([*head, messages]))
+        if not isinstance(message, dict):
+            continue
+        content = message.get("content")
+        gists.append([message.get("role"), _gist(content)])
+        if message.get("role") == "user":
+            return Opening(_words(content), _key([*head, gists]), count == len(messages))
+    return Opening(None, _key([*head, gists]))
 
 
 def _words(content: Any) -> str | None:
@@ -141,9 +149,28 @@ def _words(content: Any) -> str | None:
     return "\n".join(texts) if texts else None
 
 
+def _gist(content: Any) -> list[str]:
+    """Return what stays the same of a content from turn to turn.
+
+    Clients write a text as a string or as a part, move `cache_control` on, and do not promise the
+    order of fields.
+    """
+    if not isinstance(content, list):
+        content = [{"type": "text", "text": content}]
+    gist = []
+    for part in content:
+        if isinstance(part, dict) and part.get("type") in _TEXT_PARTS:
+            gist.append(str(part.get("text")))
+            continue
+        said = part
+        if isinstance(part, dict):
+            said = sorted((k, v) for k, v in part.items() if k != "cache_control")
+        gist.append(hashlib.sha256(msgspec.json.encode(said)).hexdigest())
+    return gist
+
+
 def _key(value: Any) -> str:
-    # Sorted, since clients do not promise the order of a message's fields from turn to turn.
-    text = json.dumps(value, sort_keys=True, ensure_ascii=True, separators=(",", ":"))
+    text = json.dumps(value, ensure_ascii=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -157,11 +184,13 @@ class Choice(msgspec.Struct, frozen=True):
         kind: A class of the policy, or empty where there is none.
         confidence: 0 to 1, of a scorer's answer; `None` where nobody was asked or could say.
         why: How it came to that; for people.
+        failed: Nobody answered, so that the next conversation like this is asked about again.
     """
 
     kind: str
     confidence: float | None = None
     why: str = ""
+    failed: bool = False
 
 
 def by_size(text: str) -> Choice | None:
@@ -316,8 +345,10 @@ class DecisionCache:
         return self._choices.get(key)
 
     def put(self, key: str, choice: Choice) -> Choice:
-        """Remember it, unless another turn was first; return what holds."""
-        held = self._choices.setdefault(key, choice)
+        """Remember it, unless another turn was first and had an answer; return what holds."""
+        held = self._choices.get(key)
+        if held is None or held.failed:
+            held = self._choices[key] = choice
         self._choices.move_to_end(key)
         if len(self._choices) > self._limit:
             self._choices.popitem(last=False)

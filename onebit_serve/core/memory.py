@@ -1,12 +1,8 @@
 """Whether a model can fit before it is loaded: what it needs, against what there is.
 
-The weights are as large as the file. The KV cache of plain attention is
-
-    context x layers x KV heads x (key length + value length) x bytes of an element
-
-(llama.cpp, 2 bytes for f16). Models with a sliding window or a recurrent state keep less, so what
-is said of the cache is "at most", and it only ever warns: llama-server makes the context smaller by
-itself where it was not given (`-fit`). Weights larger than the whole memory of a device are
+The weights are as large as the file. What is said of the KV cache is "at most" (`core.kv_cache`),
+and it only ever warns: llama-server makes the context smaller by itself where it was not given
+(`-fit`). Weights larger than the whole memory of a device are
 refused; those larger than the machine's are too where they are not mapped from their file, which
 llama-server does by default. What is not known is not judged.
 """
@@ -19,24 +15,12 @@ import msgspec
 
 from onebit_serve.core import options
 from onebit_serve.core.facts import Device, ModelFacts
+from onebit_serve.core.kv_cache import bytes_per_token, types_of
 from onebit_serve.core.placement import wanted
 from onebit_serve.core.plan import BackendPlan
 
 __all__ = ["Fit", "Memory", "Need", "check", "judge", "memory_of", "need"]
 
-# Bytes of an element of the cache by llama-server's `--cache-type-k` word; a block of 32 has a
-# scale of 2 bytes (ggml's quantised types).
-_ELEMENT_BYTES = {
-    "f32": 4.0,
-    "f16": 2.0,
-    "bf16": 2.0,
-    "q8_0": 34 / 32,
-    "q5_1": 24 / 32,
-    "q5_0": 22 / 32,
-    "q4_1": 20 / 32,
-    "q4_0": 18 / 32,
-    "iq4_nl": 18 / 32,
-}
 # Options that leave a part of the weights off the device.
 _SPLITS = ("-ot", "--override-tensor", "-cmoe", "--cpu-moe", "-ncmoe", "--n-cpu-moe", "-sm", "-ts")
 _MIB = 1 << 20
@@ -113,11 +97,12 @@ def check(
     if model is None or backend.kind != "llama-server" or in_part:
         return Fit("unknown")
     context = options.value(words, "-c", "--ctx-size") or ""
+    key_type, value_type = types_of(words)
     asked = need(
         model,
         ctx_tokens=int(context) if context.isdigit() else 0,
-        key_type=options.value(words, "-ctk", "--cache-type-k") or "f16",
-        value_type=options.value(words, "-ctv", "--cache-type-v") or "f16",
+        key_type=key_type,
+        value_type=value_type,
     )
     memory = memory_of(
         device,
@@ -144,7 +129,7 @@ def need(
         key_type: Type of the keys in the cache, in llama-server's words.
         value_type: Type of the values.
     """
-    per_token = _cache_bytes_per_token(model, key_type, value_type)
+    per_token = bytes_per_token(model, key_type, value_type)
     if per_token is None or not ctx_tokens:
         return Need(model.size_bytes)
     return Need(model.size_bytes, int(per_token * ctx_tokens))
@@ -205,19 +190,6 @@ def judge(wanted: Need, memory: Memory, name: str) -> Fit:
         "tight",
         f"{name} may not fit: it needs about {parts}, {memory.where} has {_size(have)} {state}",
     )
-
-
-def _cache_bytes_per_token(model: ModelFacts, key_type: str, value_type: str) -> float | None:
-    layers, heads = model.block_count, model.head_count_kv
-    keys, values = model.key_length, model.value_length
-    if model.embedding_length and model.head_count:
-        # Where the header names no length, a head has its share of the embedding (llama.cpp).
-        share = model.embedding_length // model.head_count
-        keys, values = keys or share, values or share
-    key_bytes, value_bytes = _ELEMENT_BYTES.get(key_type), _ELEMENT_BYTES.get(value_type)
-    if not (layers and heads and keys and values and key_bytes and value_bytes):
-        return None
-    return layers * heads * (keys * key_bytes + values * value_bytes)
 
 
 def _size(size_bytes: int) -> str:

@@ -114,6 +114,16 @@ class BackendPlan(msgspec.Struct, frozen=True):
         """Return the whole command line for one port."""
         return [self.binary, *(a.replace("{port}", str(port)) for a in self.arguments)]
 
+    def same_child(self, other: BackendPlan) -> bool:
+        """Whether a child that was started for the other plan serves this one as well.
+
+        Whether it is lazy, when it leaves and how many it takes is asked at the moment it counts.
+        """
+        names = ("idle_s", "max_in_flight", "pin", "queue")
+        theirs = {name: getattr(other.limits, name) for name in names}
+        limits = msgspec.structs.replace(self.limits, **theirs)
+        return msgspec.structs.replace(self, lazy=other.lazy, limits=limits) == other
+
 
 class Plan(msgspec.Struct, frozen=True):
     """All that one run of `1bit serve` needs to know.

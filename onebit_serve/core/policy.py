@@ -88,7 +88,7 @@ def parse_policy(text: str | bytes, where: str, devices: Collection[str]) -> Pol
     """
     try:
         data = msgspec.json.decode(text)
-    except (msgspec.DecodeError, UnicodeDecodeError) as fault:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as fault:
         raise ConfigError(
             f"{where} is not JSON: {fault}",
             hint="configs/route-policy.json is an example",
@@ -122,7 +122,7 @@ def _fields(
     value: Any, where: str, place: str, known: Sequence[str], kind: str = "key"
 ) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise ConfigError(f"{where}: {place or 'the file'} is not an object")
+        raise ConfigError(f"{where}: {place or 'the file'} is not an object", hint="write { ... }")
     for name in value:
         if name not in known:
             inside = f"{place}.{name}" if place else name
@@ -146,14 +146,17 @@ def _device(value: Any, where: str, place: str, devices: Collection[str]) -> str
 
 def _text(value: Any, where: str, place: str) -> str:
     if not isinstance(value, str):
-        raise ConfigError(f"{where}: {place} is not text")
+        raise ConfigError(f"{where}: {place} is not text", hint='write it as "..."')
     return value
 
 
 def _confidence(value: Any, where: str) -> float:
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not number or not math.isfinite(value) or not 0 <= value <= 1:
-        raise ConfigError(f"{where}: min_confidence is not a number from 0 to 1")
+        raise ConfigError(
+            f"{where}: min_confidence is not a number from 0 to 1",
+            hint=f"the default is {MIN_CONFIDENCE:g}",
+        )
     return float(value)
 
 

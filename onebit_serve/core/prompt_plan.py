@@ -7,6 +7,7 @@ measured).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import msgspec
@@ -14,7 +15,7 @@ import msgspec
 from onebit_serve.core import options
 from onebit_serve.core.config import Backend, WarmPrompts
 from onebit_serve.core.facts import BinaryFacts, ModelFacts
-from onebit_serve.core.slots import kv_bytes_per_token
+from onebit_serve.core.kv_cache import bytes_per_token, types_of
 from onebit_serve.core.warm_prompts import Entry
 
 __all__ = ["PromptFile", "PromptPlan", "equip", "plan_prompts"]
@@ -98,7 +99,7 @@ def plan_prompts(
         entries=file.entries,
         concurrency=settings.concurrency,
         host_bytes=host_bytes,
-        token_bytes=_token_bytes(model),
+        token_bytes=_token_bytes(model, arguments),
         save_to=folder if settings.save else "",
     )
 
@@ -117,16 +118,6 @@ def _host_bytes(
     return None if mib < 0 else mib << 20
 
 
-def _token_bytes(model: ModelFacts | None) -> int | None:
-    if model is None or model.architecture is None:
-        return None
-    keys = {
-        "block_count": model.block_count,
-        "embedding_length": model.embedding_length,
-        "attention.head_count": model.head_count,
-        "attention.head_count_kv": model.head_count_kv,
-        "attention.key_length": model.key_length,
-        "attention.value_length": model.value_length,
-    }
-    metadata = {f"{model.architecture}.{key}": value for key, value in keys.items()}
-    return kv_bytes_per_token(model.architecture, metadata)
+def _token_bytes(model: ModelFacts | None, arguments: Sequence[str]) -> int | None:
+    size = None if model is None else bytes_per_token(model, *types_of(arguments))
+    return None if size is None else math.ceil(size)

@@ -87,7 +87,10 @@ def parse(text: str, *, name: str) -> tuple[Prompt, ...]:
         raise _wrong(name, "", f"a list is needed at the top, not {_kind(entries)}")
     if not entries:
         raise _wrong(name, "", "the list is empty")
-    return tuple(_prompt(entry, name, f"entry {n}") for n, entry in enumerate(entries, 1))
+    found = tuple(_prompt(entry, name, f"entry {n}") for n, entry in enumerate(entries, 1))
+    for prompt in found:
+        _check_sendable(prompt, name)
+    return found
 
 
 def prepare(prompt: Prompt, *, unique: str = "", system: str = "") -> list[Message]:
@@ -161,6 +164,13 @@ def _prompt(entry: object, name: str, place: str) -> Prompt:
     for number, message in enumerate(entry, 1):
         _check_message(message, name, f"{place}, message {number}")
     return Prompt(tuple(entry), place)
+
+
+def _check_sendable(prompt: Prompt, name: str) -> None:
+    try:
+        msgspec.json.encode(prompt.messages)
+    except (ValueError, RecursionError) as error:  # half a surrogate pair is in no UTF-8
+        raise _wrong(name, prompt.place, f"it cannot be sent: {error}") from error
 
 
 def _check_message(message: object, name: str, place: str) -> None:

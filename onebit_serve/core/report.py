@@ -6,7 +6,8 @@ in a report never differ.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 import msgspec
 
@@ -77,6 +78,8 @@ def gain_table(results: Results, metric: str = "ttft", *, base: str | None = Non
                 gain.tag,
                 number(gain.base_median),
                 number(gain.median),
+                _good(gain.base_requests, gain.base_errors),
+                _good(gain.requests, gain.errors),
                 "-" if comparison.speedup is None else f"{comparison.speedup:.3g}x",
                 _bounds(comparison),
                 _said(comparison, gain.unit),
@@ -88,7 +91,7 @@ def gain_table(results: Results, metric: str = "ttft", *, base: str | None = Non
         title=f"{title}, against {first}",
         columns=(
             *("model", "prompts", "at once", "arm", f"{first}, median", "arm, median"),
-            *("speedup", "95 % interval or range", "verdict"),
+            *(f"{first}, good", "arm, good", "speedup", "95 % interval or range", "verdict"),
         ),
         rows=tuple(rows),
         notes=_unit_notes(units),
@@ -188,19 +191,15 @@ def facts_lines(runs: Sequence[Run]) -> tuple[str, ...]:
     """Return what every reader of the numbers must know: settings, machine, server, files."""
     if not runs:
         return ()
-    run = runs[-1]
-    settings = {k: v for k, v in run.settings.items() if v not in ("", None, [], ())}
     lines = [
-        "settings: " + ", ".join(f"{key} {_plain(value)}" for key, value in settings.items()),
-        "machine: " + ", ".join(f"{k} {_plain(v)}" for k, v in run.machine.items()),
-        "versions: " + ", ".join(f"{k} {v}" for k, v in run.versions.items()),
+        "settings: " + _alternatives([run.settings for run in runs]),
+        "machine: " + _alternatives([runs[-1].machine]),  # its load alone differs between runs
+        "versions: " + _alternatives([run.versions for run in runs]),
     ]
-    props = run.server.get("props")
-    if isinstance(props, dict) and props:
-        lines.append("server: " + ", ".join(f"{k} {_plain(v)}" for k, v in props.items()))
-    for name, file in run.files.items():
-        digest = str(file.get("sha256", "unread"))[:16]
-        lines.append(f"{name}: {file.get('size_bytes')} bytes, sha256 {digest}...")
+    props = [run.server.get("props") for run in runs]
+    said = _alternatives([one for one in props if isinstance(one, dict)])
+    lines += [f"server: {said}"] if said else []
+    lines += _file_lines(runs)
     lines += [f"incomplete: {r.tag}, load {r.load}: {r.note}" for r in runs if not r.complete]
     return tuple(lines)
 
@@ -247,7 +246,7 @@ def differences(runs: Sequence[Run]) -> tuple[str, ...]:
         facts["interrupted"] = "no" if run.complete else "yes"
         for key, value in facts.items():
             if value is not None:
-                tags = seen.setdefault(key, {}).setdefault(_plain(value), [])
+                tags = seen.setdefault(key, {}).setdefault(_short(key, value), [])
                 tags += [] if run.tag in tags else [run.tag]
     return tuple(
         f"the arms differ in {key}: "
@@ -284,7 +283,7 @@ def _times(found: Sequence[Cell]) -> Table:
                 number(spread.p99 if spread else None),
                 _triple(cell, "tpot"),
                 _triple(cell, "total"),
-                f"{cell.requests - sum(cell.errors.values())} of {cell.requests}",
+                _good(cell.requests, sum(cell.errors.values())),
                 ", ".join(f"{count} {kind}" for kind, count in cell.errors.items()) or "-",
             )
         )
@@ -329,12 +328,19 @@ def _rates(found: Sequence[Cell]) -> Table:
 def _resources(results: Results) -> Table:
     rows: dict[tuple[str, str, str], list[float]] = {}
     for run in results.runs:
+        # what several processes of one name use at once adds up; their time is the same
+        together: dict[tuple[str, str, str], list[float]] = {}
         for usage in run.usage:
             key = (run.tag, usage.cell, f"{usage.role} {usage.name}")
-            held = rows.setdefault(key, [0.0, 0.0, 0.0])
-            held[0] = max(held[0], usage.rss_bytes / 1024**2)
+            held = together.setdefault(key, [0.0, 0.0, 0.0])
+            held[0] += usage.rss_bytes / 1024**2
             held[1] += usage.cpu_s
-            held[2] += usage.wall_s
+            held[2] = usage.wall_s
+        for key, (mib, cpu_s, wall_s) in together.items():
+            held = rows.setdefault(key, [0.0, 0.0, 0.0])
+            held[0] = max(held[0], mib)
+            held[1] += cpu_s
+            held[2] += wall_s
     return Table(
         title="resources",
         columns=("arm", "cell", "process", "peak resident MiB", "CPU s", "cores"),
@@ -379,6 +385,10 @@ def _said(comparison: score.Comparison, unit: str) -> str:
     return comparison.verdict + (", one load each" if unit == "wave" and comparison.units else "")
 
 
+def _good(requests: int, errors: int) -> str:
+    return f"{requests - errors} of {requests}" if requests else "-"
+
+
 def _count(units: int, unit: str) -> str:
     return f"{units} {unit}" + ("" if units == 1 else "s")
 
@@ -402,6 +412,38 @@ def _unit_notes(units: Collection[tuple[str, bool]]) -> tuple[str, ...]:
     if ("load", False) in units:
         notes += ("intervals resample loads, each a fresh start of the server",)
     return notes
+
+
+def _alternatives(facts: Sequence[Mapping[str, Any]]) -> str:
+    """Return each key with all the values that it has, in the order in which they came."""
+    found: dict[str, dict[str, None]] = {}
+    for one in facts:
+        for key, value in one.items():
+            if value not in ("", None, [], ()):
+                found.setdefault(key, {})[_short(key, value)] = None
+    return ", ".join(f"{key} {' or '.join(values)}" for key, values in found.items())
+
+
+def _file_lines(runs: Sequence[Run]) -> list[str]:
+    """Return each file that any run hashed, with the arms that used it where they differ."""
+    found: dict[str, dict[str, list[str]]] = {}
+    for run in runs:
+        for name, file in run.files.items():
+            digest = _short("sha256", file.get("sha256", "unread"))
+            tags = found.setdefault(name, {}).setdefault(
+                f"{file.get('size_bytes')} bytes, sha256 {digest}", []
+            )
+            tags += [] if run.tag in tags else [run.tag]
+    return [
+        f"{name}{' (' + ', '.join(tags) + ')' if len(files) > 1 else ''}: {said}"
+        for name, files in found.items()
+        for said, tags in files.items()
+    ]
+
+
+def _short(key: str, value: object) -> str:
+    text = _plain(value)
+    return text[:16] + "..." if key.endswith("sha256") and len(text) > 16 else text  # noqa: PLR2004
 
 
 def _plain(value: object) -> str:

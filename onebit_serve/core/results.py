@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 from collections.abc import Iterable, Sequence
 from typing import Any, get_args
 
@@ -39,6 +40,7 @@ __all__ = [
 
 SCHEMA = "onebit-bench/1"
 _FAMILY = "onebit-bench/"
+_MAX_CELL = 2**31 - 1  # the facts of a run with many cells and backends pass csv's own 128 KiB
 
 
 class Usage(msgspec.Struct, frozen=True):
@@ -244,6 +246,7 @@ def _cell(value: object) -> str:
     if value is None:
         return ""
     if isinstance(value, str):
+        value = _utf8(value)
         return "'" + value if value.startswith((*_DANGEROUS, "'")) else value
     return repr(value)
 
@@ -253,7 +256,15 @@ def _uncell(text: str) -> str:
 
 
 def _json(value: object) -> str:
-    return msgspec.json.encode(value).decode()
+    try:
+        return msgspec.json.encode(value).decode()
+    except UnicodeEncodeError:
+        return _utf8(json.dumps(msgspec.to_builtins(value), ensure_ascii=False))
+
+
+def _utf8(text: str) -> str:
+    """Return text that can be written: a path need not be UTF-8, and no result is lost to one."""
+    return text.encode(errors="replace").decode()
 
 
 def _lines(items: Sequence[object]) -> list[str]:
@@ -292,14 +303,18 @@ def _read_csv(text: str, name: str) -> Results:
     # A spreadsheet that saves the file may use ";" and quotes of its own; the header tells.
     head = text.partition("\n")[0]
     delimiter = ";" if head.count(";") > head.count(",") else ","
+    csv.field_size_limit(_MAX_CELL)
     table = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+    whole = text.endswith(("\n", "\r"))
     runs, requests = [], []
     try:
         if "schema" not in (table.fieldnames or ()):
             _check_version(None, name)
         for row in table:
-            _check_version(row["schema"], name)
             place = f"{name} line {table.line_num}"
+            if not whole and None in row.values():  # spreadsheets may leave out empty last cells
+                raise UsageError(f"{place}: the file ends within a row", hint=_DAMAGED)
+            _check_version(row["schema"], name)
             if row.get("record") == "run":
                 runs.append(_run_of(row, place))
             elif row.get("record") == "request":

@@ -7,7 +7,7 @@ policy and devices -> backends by device                    RoutingPlan
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -31,6 +31,7 @@ class ScorerWish(msgspec.Struct, frozen=True):
         model: Its model; a file, but for `http`.
         port: The port it listens on already; `None` where it is ours to start.
         restart: Whether it is started again when it fails.
+        set_env: Variables that its device needs.
     """
 
     kind: ScorerKind
@@ -38,6 +39,7 @@ class ScorerWish(msgspec.Struct, frozen=True):
     model: str | None = None
     port: int | None = None
     restart: bool = True
+    set_env: dict[str, str] = {}
 
 
 class RoutingPlan(msgspec.Struct, frozen=True):
@@ -62,13 +64,16 @@ def wanted(settings: Laya) -> bool:
     return settings.enabled or any(given)
 
 
-def scorer_wish(settings: Laya, *, llama_server: str, restart: bool) -> ScorerWish | None:
+def scorer_wish(
+    settings: Laya, *, llama_server: str, restart: bool, set_env: Mapping[str, str] | None = None
+) -> ScorerWish | None:
     """Return which scorer the settings mean; `None` where they only give a policy.
 
     Args:
         settings: The `[laya]` table.
         llama_server: The llama-server that was found, for the scorer of that kind.
         restart: Whether what fails is started again.
+        set_env: Variables that a scorer on the backends' devices needs, as they do.
 
     Raises:
         ConfigError: They contradict each other, or the scorer could not be started like that.
@@ -90,7 +95,7 @@ def scorer_wish(settings: Laya, *, llama_server: str, restart: bool) -> ScorerWi
     if kind == "llama-server" and not command:
         command = (llama_server,)
     scorer_plan(kind, command=command, model=settings.model)  # refuses what cannot be started
-    return ScorerWish(kind, command, settings.model, restart=restart)
+    return ScorerWish(kind, command, settings.model, restart=restart, set_env=dict(set_env or {}))
 
 
 def device_words(listed: Sequence[Device]) -> tuple[str, ...]:

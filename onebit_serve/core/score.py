@@ -9,8 +9,9 @@ two equal arms held the truth 61-70 % of the time (simulated, 5 to 20 loads of 8
 With few loads the plain percentile bootstrap is too narrow as well (84-87 % at 5 loads, same
 simulation): it cannot reach past the lowest and the highest load. So the bootstrap gives the
 standard error, and Student's t and the small-sample factor sqrt(n / (n - 1)) give the width, on
-the scale of logarithms where all values are above zero. `scripts/interval_coverage.py` prints the
-coverage of these very functions at 5, 10 and 20 loads.
+the scale of logarithms where all values are above zero. Two arms may have different numbers of
+loads and different spreads, so that the degrees of freedom of their ratio are those of Welch and
+Satterthwaite. `scripts/interval_coverage.py` prints the coverage of these very functions.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ class Comparison(msgspec.Struct, frozen=True):
     Args:
         speedup: How many times better than the baseline; `None` where either has no value.
         interval: Its 95 % interval; `None` with fewer than five units in either arm.
-        low: Lowest speedup of any single unit's median against the baseline's median.
+        low: Lowest speedup of any unit's median against any of the baseline's.
         high: The highest.
         verdict: What the interval says; `not measured` without one.
         units: Units (loads) of the smaller arm.
@@ -162,12 +163,14 @@ def interval(
     if len(filled) < MIN_UNITS:
         return None
     draws = _resampled(filled, statistic, random.Random(seed))  # noqa: S311 - no secret
-    width = _width(degrees=len(filled) - 1, units=len(filled))
+    quantile = _quantile(len(filled) - 1)
     centre = statistic(_pooled(filled))
     if centre > 0 and min(draws) > 0:
-        low, high = _around(math.log(centre), [math.log(draw) for draw in draws], width)
-        return Interval(math.exp(low), math.exp(high), len(filled))
-    return Interval(*_around(centre, draws, width), len(filled))
+        logs = [math.log(draw) for draw in draws]
+        factor = math.exp(quantile * math.sqrt(_variance(logs, len(filled))))
+        return Interval(centre / factor, centre * factor, len(filled))
+    reach = quantile * math.sqrt(_variance(draws, len(filled)))
+    return Interval(centre - reach, centre + reach, len(filled))
 
 
 def ratio_interval(
@@ -196,10 +199,16 @@ def ratio_interval(
     centre = statistic(_pooled(tops)), statistic(_pooled(bottoms))
     if min(*above, *below, *centre) <= 0:
         return None
-    draws = [math.log(a / b) for a, b in zip(above, below, strict=True)]
-    width = _width(degrees=len(tops) + len(bottoms) - 2, units=fewer)
-    low, high = _around(math.log(centre[0] / centre[1]), draws, width)
-    return Interval(math.exp(low), math.exp(high), fewer)
+    shares = [
+        (_variance([math.log(draw) for draw in draws], len(units)), len(units) - 1)
+        for draws, units in ((above, tops), (below, bottoms))
+    ]
+    variance = sum(share for share, _ in shares)
+    # Welch and Satterthwaite: the arm that spreads more decides; without any spread it is all one
+    doubt = sum(share**2 / degrees for share, degrees in shares)
+    degrees = variance**2 / doubt if doubt else fewer - 1
+    ratio, factor = centre[0] / centre[1], math.exp(_quantile(degrees) * math.sqrt(variance))
+    return Interval(ratio / factor, ratio * factor, fewer)
 
 
 def compare(
@@ -226,17 +235,15 @@ def compare(
     if base_typical <= 0 or typical <= 0:
         return Comparison(None, None, None, None, "not measured", units)
 
-    def gain(value: float) -> float:
-        return base_typical / value if lower_is_better else value / base_typical
-
-    singles = [gain(m) for m in map(median, others) if m > 0]
     top, bottom = (bases, others) if lower_is_better else (others, bases)
     bounds = ratio_interval(top, bottom, seed=seed)
+    # each load of one against each of the other, so that the spread of both is in the range
+    pairs = [a / b for a in map(median, top) for b in map(median, bottom) if a > 0 and b > 0]
     return Comparison(
-        speedup=gain(typical),
+        speedup=base_typical / typical if lower_is_better else typical / base_typical,
         interval=bounds,
-        low=min(singles),
-        high=max(singles),
+        low=min(pairs, default=None),
+        high=max(pairs, default=None),
         verdict=_verdict(bounds),
         units=units,
     )
@@ -273,16 +280,20 @@ def _resampled(
     return [statistic(_pooled(generator.choices(units, k=len(units)))) for _ in range(_RESAMPLES)]
 
 
-def _width(*, degrees: int, units: int) -> float:
-    """Return how many standard errors the interval reaches to each side."""
-    quantile = _T_975[degrees - 1] if degrees <= len(_T_975) else NormalDist().inv_cdf(0.975)
-    return quantile * math.sqrt(units / (units - 1))
+def _quantile(degrees: float) -> float:
+    """Return how many standard errors an interval reaches to each side."""
+    last = len(_T_975)
+    if degrees >= last:  # towards the normal quantile as 1/degrees falls, right to three digits
+        normal = NormalDist().inv_cdf(0.975)
+        return normal + (_T_975[-1] - normal) * last / degrees
+    whole = math.floor(degrees)
+    return _T_975[whole - 1] + (_T_975[whole] - _T_975[whole - 1]) * (degrees - whole)
 
 
-def _around(centre: float, draws: Sequence[float], width: float) -> tuple[float, float]:
+def _variance(draws: Sequence[float], units: int) -> float:
+    """Return the squared standard error that resampled statistics of so many units show."""
     mean = fmean(draws)
-    reach = width * math.sqrt(fmean((draw - mean) ** 2 for draw in draws))
-    return centre - reach, centre + reach
+    return fmean((draw - mean) ** 2 for draw in draws) * units / (units - 1)
 
 
 def _point(ordered: Sequence[float], share: float) -> float:

@@ -7,8 +7,7 @@ pinned to the slot (`id_slot`). All of it measured on llama-server b10068.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
@@ -16,7 +15,6 @@ __all__ = [
     "Placement",
     "Room",
     "SlotPlan",
-    "kv_bytes_per_token",
     "plan_slots",
     "save_name",
     "shared_tokens",
@@ -71,7 +69,7 @@ class SlotPlan(msgspec.Struct, frozen=True):
     Args:
         placements: One for each prefix, in their order.
         host_tokens: Tokens that the host cache has to keep.
-        host_bytes: The same in bytes; `None` where a token's size is unknown.
+        host_bytes: The same in bytes, an estimate; `None` where a token's size is unknown.
         pinned: Whether every kept prefix has a slot of its own, so that none needs the host cache.
     """
 
@@ -148,7 +146,6 @@ def _through_host(
     own_slots = room.slots - 1
     own: list[int] = []
     host: list[int] = []
-    used_bytes = 0
     for index in kept:
         partners = [t for t in twins[index] if t in own or t in host]
         # A partner that was to pass through the host cache needs a slot too, from now on.
@@ -159,52 +156,18 @@ def _through_host(
                 f"and no slot of its own is left"
             )
             continue
-        size = len(prefixes[index]) * (room.token_bytes or 0)
         if partners:
-            used_bytes -= sum(len(prefixes[t]) for t in moving) * (room.token_bytes or 0)
             host = [t for t in host if t not in moving]
             own += [*moving, index]
-        elif room.host_bytes is not None and used_bytes + size > room.host_bytes:
-            refused[index] = f"the host cache of {room.host_bytes >> 20} MiB is full"
         else:
-            used_bytes += size
             host.append(index)
     tokens = sum(len(prefixes[i]) for i in host)
     placements = tuple(
         Placement(i, (own.index(i),) if i in own else (), refused.get(i, ""))
         for i in range(len(prefixes))
     )
-    return SlotPlan(
-        placements, tokens, None if room.token_bytes is None else used_bytes, pinned=not host
-    )
-
-
-def kv_bytes_per_token(architecture: str, metadata: Mapping[str, Any]) -> int | None:
-    """Estimate the memory of one cached token from a GGUF header, with a cache of 16-bit values.
-
-    Args:
-        architecture: `general.architecture`.
-        metadata: The header's keys and values.
-
-    Returns:
-        Bytes; an upper bound for models with sliding windows. `None` where the header does not say.
-    """
-
-    def number(key: str) -> Any:
-        return metadata.get(f"{architecture}.{key}")
-
-    layers, heads = number("block_count"), number("attention.head_count")
-    per_layer = number("attention.head_count_kv")
-    width = number("embedding_length")
-    if not isinstance(layers, int) or not isinstance(width, int) or not isinstance(heads, int):
-        return None
-    if heads == 0:  # recurrent: a state of fixed size, whatever the prompt
-        return 0
-    per_layer = heads if per_layer is None else per_layer
-    kv_heads = sum(per_layer) if isinstance(per_layer, (list, tuple)) else layers * int(per_layer)
-    key = number("attention.key_length") or width // heads
-    value = number("attention.value_length") or width // heads
-    return int(kv_heads * (key + value) * 2)
+    size = None if room.token_bytes is None else tokens * room.token_bytes
+    return SlotPlan(placements, tokens, size, pinned=not host)
 
 
 def save_name(prefix: Sequence[int], *, binary: str, model: str, flags: Iterable[str]) -> str:

@@ -304,7 +304,7 @@ class Desk:
         heir = self._house.named(name)
         if heir is None:
             message = f"{name} was taken out of the configuration"
-            raise RefusedError(Refusal(503, message, "backend_unavailable"))
+            raise RefusedError(Refusal(503, message, "backend_unavailable", 1))
         return await self._admit(heir, again=again, by=by)
 
     async def _relay(

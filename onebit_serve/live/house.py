@@ -9,6 +9,7 @@ from urllib.parse import unquote
 import trio
 
 from onebit_serve.core import route
+from onebit_serve.core.errors import OnebitError
 from onebit_serve.core.life import State
 from onebit_serve.core.plan import BackendPlan, Plan
 from onebit_serve.core.view import BackendView
@@ -22,6 +23,16 @@ from onebit_serve.live.supervise import Backend
 __all__ = ["House"]
 
 _DOWN = (State.STOPPED, State.FAILED)
+_NOTICE_S = 1.0
+
+
+async def _is_up(backend: Backend) -> bool:
+    """Start a backend; return whether it became ready."""
+    backend.want()
+    with trio.move_on_after(_NOTICE_S):
+        await backend.wait_for(lambda v: v.state not in _DOWN)  # it may have failed before
+    view = await backend.wait_for(lambda v: v.state in (State.READY, State.FAILED))
+    return view.state is State.READY
 
 
 class House:
@@ -64,8 +75,7 @@ class House:
 
     async def _run(self, backend: Backend) -> None:
         async with trio.open_nursery() as nursery:
-            if backend.plan.lazy and backend.plan.limits.idle_s:
-                nursery.start_soon(unload_when_idle, backend, self._log)
+            nursery.start_soon(unload_when_idle, backend, self._log)
             await backend.run()
             nursery.cancel_scope.cancel()
 
@@ -134,50 +144,64 @@ class House:
     async def reload(self, plan: Plan) -> dict[str, list[str]]:
         """Change to another plan; what it has in common with this one goes on untouched.
 
-        A backend whose plan changed is started and warmed beside the old one, which is then drained
-        and stopped. One that fails leaves the old one in its place.
+        A backend whose child would be another one is started and warmed beside the old one, which
+        is then drained and stopped. One that fails leaves the old one in its place.
 
         Args:
             plan: The plan to change to.
 
         Returns:
             Names of the backends that were kept, started, stopped, and that failed.
+
+        Raises:
+            OnebitError: The device that everything falls back to does not start: nothing changed.
         """
         async with self._reloading:
             done: dict[str, list[str]] = {"kept": [], "started": [], "stopped": [], "failed": []}
             wanted: dict[str, Backend] = {}
             for backend_plan in plan.backends:
-                old = self._backends.get(backend_plan.name)
-                if old is not None and old.plan == backend_plan:
-                    wanted[old.plan.name] = old
-                    done["kept"].append(old.plan.name)
+                name, old = backend_plan.name, self._backends.get(backend_plan.name)
+                if old is not None and backend_plan.same_child(old.plan):
+                    wanted[name] = old
+                    is_up = backend_plan.lazy or not old.plan.lazy or await _is_up(old)
+                    done["kept" if is_up else "failed"].append(name)
+                    continue
+                new = self._make(backend_plan, plan)
+                is_up = backend_plan.lazy or await _is_up(new)
+                done["started" if is_up else "failed"].append(name)
+                if is_up or old is None:
+                    wanted[name] = new
                 else:
-                    new = await self._start_beside(backend_plan, plan, done)
-                    wanted[backend_plan.name] = new or old or self._make(backend_plan, plan)
+                    wanted[name] = old
+                    new.retire()
+            self._refuse_without_default(plan, wanted, done)
+            for backend_plan in plan.backends:
+                if backend_plan.same_child(wanted[backend_plan.name].plan):
+                    wanted[backend_plan.name].adopt(backend_plan)
             gone = [b for b in self._backends.values() if b not in wanted.values()]
             self.plan = plan
             self._backends = wanted
             for backend in gone:
+                self.room.forget(backend)
                 backend.hand_over()
                 if backend.plan.name not in wanted:
                     done["stopped"].append(backend.plan.name)
                 self._nursery.start_soon(self._retire, backend, plan.server.drain_s)
             return done
 
-    async def _start_beside(
-        self, backend_plan: BackendPlan, plan: Plan, done: dict[str, list[str]]
-    ) -> Backend | None:
-        """Start a backend that is not in the house yet; `None` where it failed."""
-        new = self._make(backend_plan, plan)
-        if not backend_plan.lazy:
-            new.want()
-            view = await new.wait_for(lambda v: v.state in (State.READY, State.FAILED))
-            if view.state is State.FAILED:
-                done["failed"].append(backend_plan.name)
-                new.retire()
-                return None
-        done["started"].append(backend_plan.name)
-        return new
+    def _refuse_without_default(
+        self, plan: Plan, wanted: dict[str, Backend], done: dict[str, list[str]]
+    ) -> None:
+        """Keep what is there where the new default device's backend failed."""
+        routing = plan.routing
+        default = routing.backends[routing.routes.default] if routing else ""
+        if default not in done["failed"]:
+            return
+        cause = wanted[default].view().cause
+        for name, backend in wanted.items():
+            if self._backends.get(name) is not backend:
+                self._nursery.start_soon(self._retire, backend, 0.0)
+        raise OnebitError(f"{default}, the default device's backend, did not start: {cause}")
 
     async def _retire(self, backend: Backend, drain_s: float) -> None:
         with trio.move_on_after(drain_s or float("inf")):
@@ -197,7 +221,7 @@ class House:
         return True
 
     async def _renew(self, backend: Backend) -> None:
-        backend.held = True
+        backend.hold()
         try:
             with trio.move_on_after(self.plan.server.drain_s or float("inf")):
                 await backend.wait_for(lambda v: not v.in_flight)
@@ -205,7 +229,7 @@ class House:
             backend.want()
             await backend.wait_for(lambda v: v.state is not State.READY)
         finally:
-            backend.held = False
+            backend.release()
 
     async def stop(self) -> None:
         """Stop every backend, the last started first."""

@@ -1,6 +1,6 @@
 """Lazy backends leave: those nobody uses any more, and those whose memory another one needs.
 
-    unload_when_idle   one task for each that has an `idle_s`
+    unload_when_idle   one task for each
     Room               starts a lazy backend, after making room for it where it must
 
 Nothing here stops a backend that has work. It asks the backend's own task to stop "if idle", which
@@ -32,9 +32,13 @@ __all__ = ["Room", "free_bytes", "resident", "unload_when_idle"]
 _NOTICE_S = 1.0
 _RETURN_S = 10.0  # drivers give memory back some time after the process is gone
 _POLL_S = 0.2
+_LOOK_AGAIN_S = 5.0
 _LIST_S = 10.0
 _PATIENCE_S = 30.0  # longer than most replies, so that few are held up for another backend
 _BESIDES_WEIGHTS = 1.1  # compute buffers and a modest cache
+
+_DOWN = (State.STOPPED, State.FAILED)
+_ROOM, _WAIT = "room", "wait"
 
 Free = Callable[[BackendPlan], Awaitable["int | None"]]
 
@@ -50,16 +54,17 @@ def resident(backend: Backend) -> Resident | None:
         last_end_s=backend.last_end_s,
         in_flight=view.in_flight + view.abandoned + (0 if backend.held else view.waiting),
         kept=not backend.plan.lazy or limits.pin,
-        idle_s=limits.idle_s if backend.plan.lazy else 0.0,
+        idle_s=_idle_s(backend),
     )
 
 
 async def unload_when_idle(backend: Backend, log: Log) -> None:
-    """Stop a lazy backend whenever it has had nothing to do for its `idle_s`; never returns."""
-    idle_s = backend.plan.limits.idle_s
+    """Stop a backend whenever it is lazy and had nothing to do for its `idle_s`; never returns."""
     while True:
-        await backend.wait_for(lambda v: v.state is State.READY and not v.in_flight)
-        held = resident(backend)
+        await backend.wait_for(
+            lambda v: v.state is State.READY and not v.in_flight and _idle_s(backend) > 0
+        )
+        held, idle_s = resident(backend), _idle_s(backend)
         if held is None:
             continue
         # a pinned one idles out too: `pin` is about making room
@@ -69,6 +74,11 @@ async def unload_when_idle(backend: Backend, log: Log) -> None:
             continue
         if await _stopped(backend):
             log.say(f"{backend.plan.name} is stopped: no request for {idle_s:g} s (idle_s)")
+
+
+def _idle_s(backend: Backend) -> float:
+    """Return after how long without a request it is stopped; a reload may change that."""
+    return backend.plan.limits.idle_s if backend.plan.lazy else 0.0
 
 
 async def _stopped(backend: Backend) -> bool:
@@ -101,19 +111,22 @@ class Room:
         self._log = log
         self._nursery = nursery
         self._free = free or free_bytes
+        self._looking = trio.Lock()
         self._pending: set[Backend] = set()
         self._ordered: set[Backend] = set()
+        self._beginning: set[Backend] = set()
 
     def start(self, backend: Backend, by: str = "", *, ordered: bool = False) -> None:
-        """Start a backend as soon as there is room.
+        """Start a backend as soon as there is room; one that runs already goes on.
 
         Args:
             backend: It.
             by: Who picked it, for the log.
             ordered: Whether a person wants it, not only the requests that wait for it.
         """
-        if not backend.plan.lazy or not (backend in self._pending or self._others(backend)):
-            backend.want(by)
+        is_down = backend.view().state in (*_DOWN, State.STOPPING)
+        if not (backend.plan.lazy and is_down and (self._others(backend) or self._queue(backend))):
+            self._begin(backend, by)
             return
         if ordered:
             self._ordered.add(backend)
@@ -125,8 +138,20 @@ class Room:
         """Take back the order to start a backend; one that requests wait for is started still."""
         self._ordered.discard(backend)
 
-    def _others(self, backend: Backend) -> list[Backend]:
-        """Return the lazy backends that share its memory and hold some, or will.
+    def _begin(self, backend: Backend, by: str) -> None:
+        """Start it now. Until its own task has heard so, others must know that it takes memory."""
+        backend.want(by)
+        if backend.view().state in _DOWN and backend not in self._beginning:
+            self._beginning.add(backend)
+            self._nursery.start_soon(self._see_begun, backend)
+
+    async def _see_begun(self, backend: Backend) -> None:
+        with trio.move_on_after(_NOTICE_S):
+            await backend.wait_for(lambda v: v.state not in _DOWN)
+        self._beginning.discard(backend)
+
+    def _pool(self, backend: Backend) -> list[Backend]:
+        """Return the other lazy backends on its memory.
 
         GPUs share it under whatever name they are used; the CPU has its own, as far as we know.
         """
@@ -134,32 +159,59 @@ class Room:
         return [
             other
             for other in self._backends()
-            if other is not backend
-            and other.plan.lazy
-            and (other.plan.device == "cpu") == on_cpu
-            and other.view().state not in (State.STOPPED, State.FAILED, State.BACKOFF)
+            if other is not backend and other.plan.lazy and (other.plan.device == "cpu") == on_cpu
         ]
+
+    def _others(self, backend: Backend) -> list[Backend]:
+        """Return those on its memory that hold some of it, or are about to."""
+        return [
+            other
+            for other in self._pool(backend)
+            if other in self._beginning or other.view().state not in (*_DOWN, State.BACKOFF)
+        ]
+
+    def _queue(self, backend: Backend) -> bool:
+        return not self._pending.isdisjoint(self._pool(backend))
 
     async def _start(self, backend: Backend, by: str) -> None:
         def is_wanted() -> bool:
-            return backend in self._ordered or backend.view().waiting > 0
+            waits = backend in self._ordered or backend.view().waiting > 0
+            return waits and backend in self._backends()
 
         held: list[Backend] = []
         patient_until_s = time.monotonic() + _PATIENCE_S
         try:
-            while not await self._has_room(backend):
-                if not is_wanted():
-                    return
+            # its own memory, if it is on its way out, comes back first
+            await backend.wait_for(lambda v: v.state is not State.STOPPING)
+            while is_wanted() and not backend.view().state.live:
+                async with self._looking:
+                    verdict = await self._look(backend)
+                    if verdict is _ROOM and is_wanted():
+                        self._begin(backend, by)
+                        return
+                    if isinstance(verdict, Backend) and is_wanted():
+                        held += await self._unload(verdict, backend)
+                        continue
                 if time.monotonic() > patient_until_s:
                     held += self._hold_one(backend, but=held)
-            if is_wanted():
-                backend.want(by)
-                await backend.wait_for(lambda v: v.state is not State.STOPPED)
+                await self._change(backend, is_wanted)
         finally:
             self._pending.discard(backend)
             self._ordered.discard(backend)
             for other in held:
                 other.release()
+
+    async def _change(self, backend: Backend, is_wanted: Callable[[], bool]) -> None:
+        """Wait until one of the others moves: a look takes a process and a driver's start."""
+
+        def seen() -> list[tuple[State, bool]]:
+            views = [other.view() for other in self._others(backend)]
+            return [(view.state, bool(view.in_flight)) for view in views]
+
+        before = seen()
+        with trio.move_on_after(_LOOK_AGAIN_S):
+            while is_wanted() and seen() == before:  # noqa: ASYNC110 - several may move
+                await trio.sleep(_POLL_S)
 
     def _hold_one(self, backend: Backend, *, but: Iterable[Backend]) -> list[Backend]:
         """Let one that works take no further requests: the one that has been ready for longest."""
@@ -170,52 +222,62 @@ class Room:
         if not busy:
             return []
         victim = max(busy, key=lambda b: b.view().since_s)
-        victim.held = True
+        victim.hold()
         self._log.say(
             f"{victim.plan.name} takes no further requests until {backend.plan.name} had its turn"
         )
         return [victim]
 
-    async def _has_room(self, backend: Backend) -> bool:
-        """Say whether there is room; if not, unload one that may go or wait a moment."""
+    async def _look(self, backend: Backend) -> Backend | str:
+        """Say whether there is room, which one to unload for it, or that it has to wait."""
         wanted = int(backend.plan.size_bytes * _BESIDES_WEIGHTS)
         free = await self._free(backend.plan)
         if free is None:
-            return True
+            return _ROOM
         others = self._others(backend)
-        loading = [b for b in others if b.view().state in (State.LOADING, State.WARMING)]
-        free -= sum(b.plan.size_bytes for b in loading)
+        views = [other.view() for other in others]
+        # What one that loads has taken already is gone from what is free; how much, nobody knows.
+        loading = [
+            b for b, v in zip(others, views, strict=True) if v.state in (*_DOWN, State.LOADING)
+        ]
+        if free - sum(b.plan.size_bytes for b in loading) >= wanted:
+            return _ROOM
         residents = [r for b in others if (r := resident(b)) is not None]
-        names = make_room(residents, free_bytes=free, wanted_bytes=wanted)
-        if names:
-            await self._unload(next(b for b in others if b.plan.name == names[0]), backend, wanted)
-            return False
-        if names is not None:
-            return True
-        leaving = any(b.view().state is State.STOPPING for b in others)
-        if loading or leaving or any(not r.kept for r in residents):
-            await trio.sleep(_POLL_S)  # one that works will be idle, one that loads will be ready
-            return False
+        if free < wanted:
+            names = make_room(residents, free_bytes=free, wanted_bytes=wanted)
+            if names:
+                return next(b for b in others if b.plan.name == names[0])
+        moving = loading or any(v.state in (State.WARMING, State.STOPPING) for v in views)
+        if moving or any(not r.kept for r in residents):
+            return _WAIT  # one that works will be idle, one that loads will be ready
         self._log.warning(
             f"{backend.plan.name} may not fit: nothing that may be unloaded is left for it"
         )
-        return True
+        return _ROOM
 
-    async def _unload(self, victim: Backend, wanting: Backend, wanted: int) -> None:
-        """Unload one for another, and wait for its memory."""
+    async def _unload(self, victim: Backend, wanting: Backend) -> list[Backend]:
+        """Unload one for another and wait for its memory; return it where it has gone, held.
+
+        Held, so that its own next request does not start it again before the other one had its
+        turn.
+        """
+        victim.hold()
         if not await _stopped(victim):
-            return
+            victim.release()
+            return []
         self._log.say(
             f"{victim.plan.name} is stopped to make room for {wanting.plan.name}, "
             "as the least recently used"
         )
         await victim.wait_for(lambda v: v.state is not State.STOPPING)
+        wanted = int(wanting.plan.size_bytes * _BESIDES_WEIGHTS)
         with trio.move_on_after(_RETURN_S):
             while True:
                 free = await self._free(wanting.plan)
                 if free is None or free >= wanted:
-                    return
+                    break
                 await trio.sleep(_POLL_S)
+        return [victim]
 
 
 async def free_bytes(plan: BackendPlan) -> int | None:
@@ -226,13 +288,16 @@ async def free_bytes(plan: BackendPlan) -> int | None:
         return None
     text = b""
     with trio.move_on_after(_LIST_S):
-        done = await trio.run_process(
-            [plan.binary, "--list-devices"],
-            capture_stdout=True,
-            stderr=subprocess.STDOUT,
-            check=False,
-            env=child_environment(plan.unset_env, plan.set_env),
-        )
+        try:
+            done = await trio.run_process(
+                [plan.binary, "--list-devices"],
+                capture_stdout=True,
+                stderr=subprocess.STDOUT,
+                check=False,
+                env=child_environment(plan.unset_env, plan.set_env),
+            )
+        except OSError:
+            return None  # the start itself will say what is wrong with the program
         text = done.stdout or b""
     listed = binary.parse_devices(text.decode(errors="replace"))
     device = options.value(plan.arguments, "--device", "-dev") or ""

@@ -135,9 +135,14 @@ class Lease:
 
 
 class Waiter:
-    """A request in line."""
+    """A request in line.
 
-    def __init__(self) -> None:
+    Args:
+        by: Who picked the backend for it: `laya`, or nothing.
+    """
+
+    def __init__(self, by: str = "") -> None:
+        self.by = by
         self.moved = trio.Event()
         self.lease: Lease | None = None
         self.refusal: Refusal | None = None

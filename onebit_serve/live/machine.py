@@ -176,6 +176,7 @@ def model_facts(path: str, env: Mapping[str, str] | None = None) -> ModelFacts:
         embedding_length=header.number(f"{arch}.embedding_length"),
         head_count=header.number(f"{arch}.attention.head_count"),
         head_count_kv=header.number(f"{arch}.attention.head_count_kv"),
+        head_counts_kv=header.numbers(f"{arch}.attention.head_count_kv"),
         key_length=header.number(f"{arch}.attention.key_length"),
         value_length=header.number(f"{arch}.attention.value_length"),
     )

@@ -64,6 +64,8 @@ class Orders:
             case "stop":
                 self._house.room.forget(backend)
                 backend.halt()
+                message = f"{backend.plan.name} was stopped by order"
+                backend.dismiss(Refusal(503, message, "backend_unavailable", 1))
             case "restart":
                 backend.halt()
                 backend.want()
@@ -107,15 +109,17 @@ class Orders:
 
     async def reload(self) -> Page | Refusal:
         """Read the configuration again and change to it; a broken one changes nothing."""
+        now = self._house.plan.server
         try:
             plan = await trio.to_thread.run_sync(self._replan)
+            done = await self._house.reload(plan)
         except OnebitError as error:
             hint = f" (hint: {error.hint})" if error.hint else ""
             message = f"nothing was reloaded: {error.message}{hint}"
             self._log.error(message)
             return Refusal(400, message, "reload_failed")
-        now = self._house.plan.server
-        done = await self._house.reload(plan)
+        for warning in plan.warnings:
+            self._log.warning(warning)
         self._changed()
         said = "; ".join(f"{what} {', '.join(names)}" for what, names in done.items() if names)
         if (now.host, now.port) != (plan.server.host, plan.server.port):

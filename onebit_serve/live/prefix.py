@@ -1,7 +1,7 @@
 """Puts warm prompts into a backend's prompt cache, and asks the backend whether they are there.
 
     warm     render with the backend's template -> cut -> plan slots -> restore or prefill -> prove
-    repair   the same for what client traffic pushed out, when nobody is waiting
+    repair   the same for what client traffic or a sleep took, when nobody is waiting
     clear    empty every slot
 
 One object for one backend; all it knows of the world is `request`, so that it does not matter how
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -21,36 +21,15 @@ import trio
 
 from onebit_serve.core import slots as slot_plan
 from onebit_serve.core import warm_prompts as prompts
-from onebit_serve.core.http import Reply
 from onebit_serve.core.slots import Placement, Room
 from onebit_serve.core.warm_prompts import Entry, Standing
+from onebit_serve.live.prompt_backend import PromptBackend, Props, RefusedError, Request
 from onebit_serve.live.saves import Saves
-from onebit_serve.live.upstream import GoneError
 
-__all__ = ["PromptWarmer", "Request"]
+__all__ = ["PromptWarmer"]
 
-Request = Callable[[str, str, bytes], Awaitable[Reply]]
-
-_OK = 200
-_NOT_FOUND = 404
-_NOT_SUPPORTED = 501
 # Renderings this far apart differ when a template writes seconds.
 _CLOCK_GAP_S = 1.1
-# Makes a model produce text that the backend can parse, whatever its weights (llama-server b10068
-# answers 500 to meaningless output).
-_GRAMMAR = "root ::= [a-z]*"
-_MEANINGLESS = b"does not match the expected"
-_REASON_CHARACTERS = 200
-
-
-class _RefusedError(Exception):
-    """Why one entry cannot be warmed; its text becomes the entry's `why`."""
-
-
-class _Backend(msgspec.Struct, frozen=True):
-    slots: int
-    slot_tokens: int
-    template: str | None
 
 
 class PromptWarmer:
@@ -80,7 +59,11 @@ class PromptWarmer:
     ) -> None:
         self.entries = tuple(entries)
         self.standings: tuple[Standing, ...] = tuple(Standing(e.label) for e in entries)
-        self._send = request
+        self._backend = PromptBackend(request, saves)
+        # The slots that each entry is planned to have, once there is a plan, and how many of them
+        # it has not got yet.
+        self._homes: tuple[tuple[int, ...], ...] | None = None
+        self._missing = [0] * len(self.entries)
         self._concurrency = concurrency
         self._host_bytes = host_bytes
         self._token_bytes = token_bytes
@@ -105,13 +88,13 @@ class PromptWarmer:
         before = self.standings
         self.standings = tuple(Standing(e.label).carried(b) for e, b in self._pairs(before))
         try:
-            backend = await self._look()
-        except _RefusedError as refusal:
+            props = await self._backend.look()
+        except RefusedError as refusal:
             for index in range(len(self.entries)):
                 self._refuse(index, str(refusal))
         else:
             with trio.move_on_after(limit_s) as scope:
-                await self._warm_all(backend)
+                await self._warm_all(props)
             if scope.cancelled_caught:
                 self._leave_the_rest(f"not reached within {limit_s:g} s (deadline_s)")
         for standing in self.standings:
@@ -120,56 +103,56 @@ class PromptWarmer:
         self._say(prompts.done_line(self.standings, trio.current_time() - started_s))
 
     async def repair(self) -> int:
-        """Warm again what client traffic pushed out, and return how many entries that were.
+        """Warm again what is due, and return how many entries that were.
 
         It costs no cached conversation where there is a host cache: what it displaces is saved.
         """
-        lost = [i for i, s in enumerate(self.standings) if s.evicted]
-        for index in lost:
-            pinned = bool(self.standings[index].slots)
-            try:
-                prefix = await self._prefix(self.entries[index], await self._look())
-                self._update(index, slots=(), source="none", proven=False, why="")
-                if pinned:
-                    slot = await self._make_room(0)
-                    await self._fill(index, prefix, (slot,))
-                else:
-                    await self._fill(index, prefix, ())
-                    await self._prove(index, prefix, ())
-            except _RefusedError as refusal:
+        due = self.due
+        if not due:
+            return 0
+        try:
+            props = await self._backend.look()
+        except RefusedError as refusal:
+            for index in due:
                 self._refuse(index, str(refusal))
-        return len(lost)
+            return len(due)
+        if self._homes is None:  # the time was over before there was a plan
+            for index in due:
+                self._update(index, why="")
+            await self._warm_all(props)
+            return len(due)
+        for index in due:
+            await self._repair_one(index, self._homes[index], props)
+        return len(due)
 
     async def clear(self) -> bool:
         """Empty every slot, busy ones when their request ends, and return whether all are empty."""
         try:
-            backend = await self._look()
-        except _RefusedError as refusal:
+            props = await self._backend.look()
+        except RefusedError as refusal:
             self._say(f"the prompt cache was not cleared: {refusal}")
             return False
         refused: list[str] = []
 
         async def empty(slot: int) -> None:
             try:
-                reply = await self._request("POST", f"/slots/{slot}?action=erase", b"{}")
-                if reply.status in (_NOT_FOUND, _NOT_SUPPORTED):
-                    # No erase without a place for saved slots; one foreign token does the same.
-                    await self._complete(await self._tokens(prompts.FILLERS[0]), slot, keep=False)
-            except _RefusedError as refusal:
+                await self._backend.erase(slot)
+            except RefusedError as refusal:
                 refused.append(str(refusal))
 
         async with trio.open_nursery() as nursery:  # a busy slot does not hold up the others
-            for slot in range(backend.slots):
+            for slot in range(props.slots):
                 nursery.start_soon(empty, slot)
         if refused:
             self._say(f"the prompt cache was not cleared: {refused[0]}")
         return not refused
 
     def lost_all(self) -> None:
-        """Note that the backend's cache is empty: every entry that was proven is due for repair."""
+        """Note that the backend's cache is empty: all that was proven is due, in all its slots."""
         for index, standing in enumerate(self.standings):
             if standing.proven:
                 self._update(index, evicted=True)
+                self._missing[index] = len(self._homes[index]) if self._homes else 0
 
     def give_up(self, index: int, why: str) -> None:
         """Repair an entry no more until the next warm-up."""
@@ -180,9 +163,13 @@ class PromptWarmer:
         self._set(index, self.standings[index].used(cached_tokens))
 
     @property
-    def repair_due(self) -> bool:
-        """Whether an entry was found gone since the last warm-up."""
-        return any(s.evicted for s in self.standings)
+    def due(self) -> list[int]:
+        """Which entries are due for repair: found gone, or not yet in all the slots planned."""
+        return [
+            index
+            for index, one in enumerate(self.standings)
+            if one.evicted or (one.proven and self._missing[index])
+        ]
 
     def _leave_the_rest(self, why: str) -> None:
         for index, standing in enumerate(self.standings):
@@ -191,15 +178,17 @@ class PromptWarmer:
 
     # -------------------------------------------------------------------------- the whole
 
-    async def _warm_all(self, backend: _Backend) -> None:
-        limit = trio.CapacityLimiter(self._concurrency or backend.slots)
+    async def _warm_all(self, props: Props) -> None:
+        self._homes = None
+        self._missing = [0] * len(self.entries)
+        limit = trio.CapacityLimiter(self._concurrency or props.slots)
         prefixes: list[tuple[int, ...]] = [()] * len(self.entries)
 
         async def render(index: int) -> None:
             async with limit:
                 try:
-                    prefixes[index] = await self._prefix(self.entries[index], backend)
-                except _RefusedError as refusal:
+                    prefixes[index] = await self._prefix(self.entries[index], props)
+                except RefusedError as refusal:
                     self._refuse(index, str(refusal))
 
         async with trio.open_nursery() as nursery:
@@ -209,19 +198,25 @@ class PromptWarmer:
         # Entries that render alike (a template without a thinking switch, say) are one prompt.
         first_of = {p: prefixes.index(p) for p in prefixes if p}
         wanted = sorted(first_of.values())
-        room = Room(backend.slots, backend.slot_tokens, self._host_bytes, self._token_bytes)
+        room = Room(props.slots, props.slot_tokens, self._host_bytes, self._token_bytes)
         plan = slot_plan.plan_slots([prefixes[i] for i in wanted], room)
         placed = {wanted[p.entry]: p for p in plan.placements}
         for index, place in placed.items():
             if place.refused:
                 self._refuse(index, place.refused, tokens=len(prefixes[index]))
         if plan.host_tokens:
-            size = "" if plan.host_bytes is None else f", about {plan.host_bytes >> 20} MiB"
-            self._say(
-                f"warm prompts need more than {backend.slots} slots: "
+            size = "" if plan.host_bytes is None else f", about {plan.host_bytes >> 20} MiB,"
+            line = (
+                f"warm prompts need more than {props.slots} slots: "
                 f"{plan.host_tokens} tokens{size} go through the host cache"
             )
+            if self._host_bytes is not None and (plan.host_bytes or 0) > self._host_bytes:
+                line += f" of {self._host_bytes >> 20} MiB (--cache-ram), which may not keep all"
+            self._say(line)
+        self._homes = tuple(placed[first_of[p]].slots if p else () for p in prefixes)
         homes = {i: p for i, p in placed.items() if not p.refused}
+        for index, place in homes.items():
+            self._missing[index] = len(place.slots)
         if plan.pinned:
             await self._warm_pinned(homes, prefixes, limit)
         else:
@@ -259,31 +254,65 @@ class PromptWarmer:
     async def _warm_through_host(
         self, homes: dict[int, Placement], prefixes: list[tuple[int, ...]]
     ) -> None:
-        """Warm one after the other, the first of the file last: the last ones stay in the slots.
+        """Warm one after the other, the first of the file last: the last ones are kept longest.
 
         What needs a slot of its own comes after all that pass through, which would push it out.
         """
         passing = [i for i in reversed(homes) if not homes[i].slots]
         for index in passing:
             await self._fill(index, prefixes[index], ())
-        for index in passing:
-            await self._prove(index, prefixes[index], ())
+        # What was put there last is there for certain. Once one is gone, so are those before it,
+        # and to ask for them would push out what is still there.
+        gone = ""
+        for index in reversed(passing):
+            standing = self.standings[index]
+            if gone:
+                self._update(index, source="none", why=standing.why or gone)
+            elif not standing.why:
+                await self._prove(index, prefixes[index], ())
+                now = self.standings[index]
+                if not now.proven and 2 * now.reused_tokens < now.tokens:
+                    gone = f"the prompt cache has lost {now.label}, which was put there later"
         for number, index in enumerate(i for i in homes if homes[i].slots):
-            slot = await self._make_room(number)
+            slot = await self._backend.make_room(number)
             await self._fill(index, prefixes[index], (slot,))
 
     # --------------------------------------------------------------------------- one entry
+
+    async def _repair_one(self, index: int, homes: tuple[int, ...], props: Props) -> None:
+        try:
+            prefix = await self._prefix(self.entries[index], props)
+            if self.standings[index].evicted:
+                self._update(index, slots=(), source="none", proven=False, why="")
+            if not homes:
+                await self._fill(index, prefix, ())
+                await self._prove(index, prefix, ())
+            # What a client found gone comes back once; that leaves most to the conversations.
+            for _ in range(max(1, self._missing[index]) if homes else 0):
+                slot = await self._slot_to_take(index, homes, props)
+                await self._fill(index, prefix, (slot,))
+                if self.standings[index].why:
+                    break
+        except RefusedError as refusal:
+            self._refuse(index, str(refusal))
+
+    async def _slot_to_take(self, index: int, homes: tuple[int, ...], props: Props) -> int:
+        if self._host_bytes != 0 or len(homes) == props.slots:
+            return await self._backend.make_room(0)
+        # Nothing keeps what is displaced, so it must not be another warm prompt.
+        got = self.standings[index].slots
+        return next((slot for slot in homes if slot not in got), homes[0])
 
     async def _fill(self, index: int, prefix: tuple[int, ...], slots: tuple[int, ...]) -> None:
         """Put one prefix into a slot; with a slot given, prove it there too."""
         slot = slots[0] if slots else -1
         try:
-            restored = bool(slots) and await self._restore(prefix, slot)
+            restored = bool(slots) and await self._backend.restore(prefix, slot)
             if not restored:
-                await self._complete(prefix, slot)
+                await self._backend.complete(prefix, slot)
                 if slots:
-                    await self._save(prefix, slot)
-        except _RefusedError as refusal:
+                    await self._backend.save(prefix, slot)
+        except RefusedError as refusal:
             self._refuse(index, str(refusal), tokens=len(prefix))
             return
         before = self.standings[index]
@@ -295,6 +324,7 @@ class PromptWarmer:
             source="disk" if restored and before.source != "prefill" else "prefill",
         )
         if slots:
+            self._missing[index] = max(0, self._missing[index] - 1)
             await self._prove(index, prefix, slots)
 
     async def _prove(self, index: int, prefix: tuple[int, ...], slots: tuple[int, ...]) -> None:
@@ -302,21 +332,23 @@ class PromptWarmer:
         slot = slots[0] if slots else -1
         entry = self.entries[index]
         try:
-            cached = await self._complete(await self._asked(entry, prompts.PROOF_TEXTS[0]), slot)
+            cached = await self._backend.complete(
+                await self._asked(entry, prompts.PROOF_TEXTS[0]), slot
+            )
             verdict = prompts.judge(len(prefix), [cached])
-            if not verdict.proven:
+            if not verdict.proven and slots:
                 # A restored sliding-window cache is worth nothing to its first request and all to
                 # its second (llama-server b10068): that first request was this one, then.
                 if self._saves and self.standings[index].source == "disk":
                     self._saves.useless(self._saves.path(prefix))
                 again = await self._asked(entry, prompts.PROOF_TEXTS[1])
-                verdict = prompts.judge(len(prefix), [await self._complete(again, slot)])
+                verdict = prompts.judge(len(prefix), [await self._backend.complete(again, slot)])
                 self._update(index, source="prefill")
             if 0 < verdict.reused_tokens < len(prefix):
                 # A sliding window larger than the prefix: each request that differs leaves one
                 # token less to the next, so the proof's own loss is made good.
-                await self._complete(prefix, slot)
-        except _RefusedError as refusal:
+                await self._backend.complete(prefix, slot)
+        except RefusedError as refusal:
             self._refuse(index, str(refusal), tokens=len(prefix))
             return
         # Of several slots the worst counts.
@@ -331,142 +363,44 @@ class PromptWarmer:
             evicted=False,
         )
 
-    async def _prefix(self, entry: Entry, backend: _Backend) -> tuple[int, ...]:
+    async def _prefix(self, entry: Entry, props: Props) -> tuple[int, ...]:
         """Render, tokenise and cut one entry."""
-        texts = [await self._render(entry, probe) for probe in prompts.PROBES]
-        if len(set(texts)) == 1:
-            raise _RefusedError("the template ignores the user's text")
-        if backend.template and prompts.changes_within_a_day(backend.template):
-            raise _RefusedError("the template writes the time, so no beginning stays the same")
-        if prompts.names_time(backend.template):
+        try:
+            texts = [await self._backend.render(entry, probe) for probe in prompts.PROBES]
+        except RefusedError:
+            if not entry.open_ended:
+                raise
+            # A template whose roles must alternate takes no second user's message in a row, so
+            # that nothing but this very request can be asked.
+            texts = [await self._backend.render(entry, None)]
+        else:
+            if len(set(texts)) == 1:
+                raise RefusedError("the template ignores the user's text")
+        if props.template and prompts.changes_within_a_day(props.template):
+            raise RefusedError("the template writes the time, so no beginning stays the same")
+        if prompts.names_time(props.template):
             await trio.sleep(_CLOCK_GAP_S)
-            if await self._render(entry, prompts.PROBES[0]) != texts[0]:
-                raise _RefusedError("the template writes the time, so no beginning stays the same")
+            if await self._rendered_as_asked(entry, prompts.PROBES[0]) != texts[0]:
+                raise RefusedError("the template writes the time, so no beginning stays the same")
         if entry.open_ended:
-            with contextlib.suppress(_RefusedError):
-                texts.append(await self._render(entry, None))
+            with contextlib.suppress(RefusedError):
+                texts.append(await self._backend.render(entry, None))
         distinct = dict.fromkeys(texts)
-        return prompts.common_prefix([await self._tokens(text) for text in distinct])
+        return prompts.common_prefix([await self._backend.tokens(text) for text in distinct])
 
     async def _asked(self, entry: Entry, text: str) -> list[int]:
-        return await self._tokens(await self._render(entry, text))
+        return await self._backend.tokens(await self._rendered_as_asked(entry, text))
 
-    async def _render(self, entry: Entry, user_text: str | None) -> str:
-        body: dict[str, Any] = {"messages": list(entry.messages)}
-        if user_text is not None:
-            body["messages"].append({"role": "user", "content": user_text})
-        if entry.tools:
-            body["tools"] = list(entry.tools)
-        if entry.chat_template_kwargs:
-            body["chat_template_kwargs"] = entry.chat_template_kwargs
-        answer = await self._ask("/apply-template", body)
-        prompt = answer.get("prompt")
-        if not isinstance(prompt, str):
-            raise _RefusedError("/apply-template answered without a prompt")
-        return prompt
-
-    async def _tokens(self, text: str) -> list[int]:
-        body = {"content": text, "add_special": True, "parse_special": True}
-        tokens = (await self._ask("/tokenize", body)).get("tokens")
-        if not isinstance(tokens, list):
-            raise _RefusedError("/tokenize answered without tokens")
-        return tokens
-
-    async def _complete(self, tokens: Sequence[int], slot: int, *, keep: bool = True) -> int | None:
-        """Prefill tokens, and return the count of those that were cached, `None` without one."""
-        answer = await self._completion(tokens, slot, keep=keep)
-        cached = answer.get("timings", {}).get("cache_n")
-        return cached if isinstance(cached, int) else None
-
-    async def _completion(
-        self, tokens: Sequence[int], slot: int, *, keep: bool = True
-    ) -> dict[str, Any]:
-        body = {
-            "prompt": list(tokens),
-            "n_predict": 1,
-            "temperature": 0,
-            "cache_prompt": keep,
-            "id_slot": slot,
-            "grammar": _GRAMMAR,
-        }
-        return await self._ask("/completion", body)
-
-    async def _make_room(self, number: int) -> int:
-        """Push the least recently used slot's content into the host cache, and return that slot."""
-        filler = await self._tokens(prompts.FILLERS[number % len(prompts.FILLERS)])
-        slot = (await self._completion(filler[-1:], -1)).get("id_slot")
-        return slot if isinstance(slot, int) and slot >= 0 else 0
-
-    # ------------------------------------------------------------------------------- disk
-
-    async def _restore(self, prefix: tuple[int, ...], slot: int) -> bool:
-        if self._saves is None:
-            return False
-        path = self._saves.path(prefix)
-        if not path.is_file() or not path.stat().st_size:
-            return False
-        reply = await self._slot_action(slot, "restore", path.name)
-        if reply.get("n_restored") == len(prefix):
-            self._saves.touch(path)
-            return True
-        path.unlink(missing_ok=True)  # refused, or of other content: it will be written anew
-        return False
-
-    async def _save(self, prefix: tuple[int, ...], slot: int) -> None:
-        if self._saves is None:
-            return
-        path = self._saves.path(prefix)
-        if path.is_file():
-            return
-        part = path.with_suffix(f".{slot}.part")
-        reply = await self._slot_action(slot, "save", part.name)
-        if reply.get("n_saved") == len(prefix):
-            self._saves.adopt(part, path)
-        else:
-            part.unlink(missing_ok=True)
-
-    async def _slot_action(self, slot: int, action: str, name: str) -> dict[str, Any]:
-        body = msgspec.json.encode({"filename": name})
-        reply = await self._request("POST", f"/slots/{slot}?action={action}", body)
-        return (_object(reply.body) or {}) if reply.status == _OK else {}
+    async def _rendered_as_asked(self, entry: Entry, text: str) -> str:
+        """Render a user's text after an entry, or the entry alone where only that can be asked."""
+        try:
+            return await self._backend.render(entry, text)
+        except RefusedError:
+            if not entry.open_ended:
+                raise
+            return await self._backend.render(entry, None)
 
     # ------------------------------------------------------------------------------ small
-
-    async def _request(self, method: str, path: str, body: bytes) -> Reply:
-        try:
-            return await self._send(method, path, body)
-        except (GoneError, OSError) as error:
-            # Whether it died is for the supervisor to see; here one entry is not warm.
-            raise _RefusedError(f"the backend went away: {error}") from None
-
-    async def _look(self) -> _Backend:
-        reply = await self._request("GET", "/props", b"")
-        props = _object(reply.body)
-        if reply.status != _OK or props is None:
-            raise _RefusedError("this backend has no /props")
-        settings = props.get("default_generation_settings")
-        context = settings.get("n_ctx") if isinstance(settings, dict) else None
-        template = props.get("chat_template")
-        return _Backend(
-            slots=_whole(props.get("total_slots"), 1),
-            slot_tokens=_whole(context, 1 << 31),
-            template=template if isinstance(template, str) else None,
-        )
-
-    async def _ask(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        reply = await self._request("POST", path, msgspec.json.encode(body))
-        if reply.status == _OK:
-            return _object(reply.body) or {}
-        if _MEANINGLESS in reply.body:
-            return {}  # the work was done, only its text was refused
-        if reply.status == _NOT_FOUND:
-            raise _RefusedError(f"this backend has no {path}")
-        error = (_object(reply.body) or {}).get("error")
-        message = error.get("message") if isinstance(error, dict) else None
-        reason = " ".join(str(message or "no reason given").split())
-        if len(reason) > _REASON_CHARACTERS:  # what a template raised itself stands at the end
-            reason = f"{reason[: _REASON_CHARACTERS // 2]} ... {reason[-_REASON_CHARACTERS // 2 :]}"
-        raise _RefusedError(f"{path} answered {reply.status}: {reason}")
 
     def _refuse(self, index: int, why: str, *, tokens: int = 0) -> None:
         gone = {"proven": False, "reused_tokens": 0, "source": "none", "evicted": False}
@@ -480,15 +414,3 @@ class PromptWarmer:
 
     def _pairs(self, before: Iterable[Standing]) -> Iterable[tuple[Entry, Standing]]:
         return zip(self.entries, before, strict=True)
-
-
-def _object(body: bytes) -> dict[str, Any] | None:
-    try:
-        value = msgspec.json.decode(body)
-    except (msgspec.DecodeError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None
-
-
-def _whole(value: Any, otherwise: int) -> int:
-    return value if isinstance(value, int) and value > 0 else otherwise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 from collections.abc import Callable
 from contextlib import aclosing
 from typing import Any
@@ -15,7 +16,7 @@ from onebit_serve.core.plan import BackendPlan
 from onebit_serve.core.warmup import WarmUpResult
 from onebit_serve.live.upstream import GoneError, exchange, open_stream
 
-__all__ = ["busy_slots", "is_healthy", "owns_port", "warm_up"]
+__all__ = ["busy_slots", "is_healthy", "listens_beyond", "owns_port", "warm_up"]
 
 _OK = 200
 _ANSWER_LIMIT_S = 30.0
@@ -43,19 +44,36 @@ def owns_port(pid: int, port: int) -> bool:
 
     Where the system does not let us see, it is taken to: a wrong no would stop a good backend.
     """
+    listening = _listening(pid)
+    return listening is None or any(number == port for _, number in listening)
+
+
+def listens_beyond(pid: int) -> str:
+    """Return the address beyond loopback that a process, or one it started, listens on, if any."""
+    for host, port in _listening(pid) or ():
+        if not ipaddress.ip_address(host).is_loopback:
+            return f"{host}:{port}"
+    return ""
+
+
+def _listening(pid: int) -> list[tuple[str, int]] | None:
+    """Return where a process and those it started listen; `None` where we may not see."""
     import psutil
 
+    found: list[tuple[str, int]] = []
     try:
         process = psutil.Process(pid)
         for member in [process, *process.children(recursive=True)]:
-            for connection in member.net_connections(kind="tcp"):
-                if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port:
-                    return True
+            found += [
+                (connection.laddr.ip, connection.laddr.port)
+                for connection in member.net_connections(kind="tcp")
+                if connection.status == psutil.CONN_LISTEN
+            ]
     except psutil.NoSuchProcess:
-        return False
+        return found
     except (psutil.AccessDenied, OSError):
-        return True
-    return False
+        return None
+    return found
 
 
 async def busy_slots(port: int, key: str) -> int | None:

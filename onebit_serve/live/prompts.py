@@ -2,7 +2,8 @@
 
     warm      before ready, for every child anew: the first start, a restart, a lazy one, a reload
     note      what a client's request reused; what it found gone is due for repair
-    idle      nobody is waiting: repair; `busy` cancels that at once, since a client came
+    idle      nobody is waiting: repair, also what the deadline did not suffice for; `busy` cancels
+              that at once, since a client came
     rewarm    a person asked for it: behind the traffic, at once
     hear      the child woke from its sleep, which empties its cache
 
@@ -60,7 +61,9 @@ class PromptKeeper:
         self._lock = trio.Lock()
         self._repair_scope: trio.CancelScope | None = None
         self._rewarm_scope: trio.CancelScope | None = None
+        self._clear_due = False
         self._in_vain = [0] * len(self._entries)
+        self._put_back: set[int] = set()  # repaired, and no client came for it since
         self._lost_contact = False
 
     def __repr__(self) -> str:
@@ -91,7 +94,7 @@ class PromptKeeper:
             return
         self._lost_contact = False
         await self._warmer.warm(self._plan.warm_up.deadline_s)
-        self._in_vain = [0] * len(self._entries)
+        self._forget_repairs()
         if self._lost_contact:
             # a child that is dying takes its answers with it: let its exit be heard first
             await trio.sleep(_EXIT_NOTICE_S)
@@ -101,6 +104,7 @@ class PromptKeeper:
         self.busy()
         if self._rewarm_scope is not None:
             self._rewarm_scope.cancel()
+        self._clear_due = False
         why = "its backend is not running"
         self._standings = tuple(
             Standing(one.label, tokens=one.tokens, why=why).carried(one) for one in self.standings
@@ -127,11 +131,14 @@ class PromptKeeper:
         warmer.used(index, cached)
         if not warmer.standings[index].evicted:
             self._in_vain[index] = 0
-        elif self._in_vain[index] >= _REPAIRS_IN_VAIN:
-            label = warmer.standings[index].label
-            why = f"clients find it gone after {_REPAIRS_IN_VAIN} repairs"
-            warmer.give_up(index, why)
-            self._say(f"warm prompt {label} is repaired no more: {why}")
+        elif index in self._put_back:
+            self._in_vain[index] += 1
+            if self._in_vain[index] == _REPAIRS_IN_VAIN:
+                label = warmer.standings[index].label
+                why = f"clients find it gone after {_REPAIRS_IN_VAIN} repairs"
+                warmer.give_up(index, why)
+                self._say(f"warm prompt {label} is repaired no more: {why}")
+        self._put_back.discard(index)
 
     def busy(self) -> None:
         """Note that a client's request came: it goes first."""
@@ -141,7 +148,7 @@ class PromptKeeper:
 
     def idle(self, nursery: trio.Nursery) -> None:
         """Note that no client waits for the backend; repair what is due."""
-        due = self._warmer is not None and self._warmer.repair_due
+        due = self._warmer is not None and self._warmer.due
         if due and self._repair_scope is None:
             self._repair_scope = trio.CancelScope()
             nursery.start_soon(self._repair, self._repair_scope)
@@ -150,6 +157,7 @@ class PromptKeeper:
         """Look at what the child prints, for its waking from a sleep."""
         if self.wanted and self._warmer is not None and WOKE in output:
             self._warmer.lost_all()
+            self._put_back.clear()  # that they are gone now, no client did
 
     async def _repair(self, scope: trio.CancelScope) -> None:
         with scope:
@@ -158,10 +166,9 @@ class PromptKeeper:
                 warmer = self._warmer
                 if warmer is None:
                     return
-                due = [i for i, one in enumerate(warmer.standings) if one.evicted]
+                due = warmer.due
                 await warmer.repair()
-                for index in due:
-                    self._in_vain[index] += 1
+                self._put_back.update(due)
                 back = [warmer.standings[i].label for i in due if warmer.standings[i].proven]
                 if back:
                     self._say(f"put back while idle: warm prompt {', '.join(back)}")
@@ -173,6 +180,8 @@ class PromptKeeper:
     async def rewarm(self, nursery: trio.Nursery, *, clear: bool, wait_s: float = 0) -> None:
         """Warm again behind the traffic; a run that goes on already is replaced.
 
+        A clearing that such a run still waits for, since a slot is busy, is not forgotten.
+
         Args:
             nursery: Where it runs.
             clear: Empty the slots first, busy ones when their request ends.
@@ -182,29 +191,31 @@ class PromptKeeper:
         if self._rewarm_scope is not None:
             self._rewarm_scope.cancel()
         self._rewarm_scope = scope = trio.CancelScope()
+        self._clear_due = self._clear_due or clear
         cleared = trio.Event()
-        nursery.start_soon(self._rewarm, scope, cleared, clear)
+        nursery.start_soon(self._rewarm, scope, cleared)
         with trio.move_on_after(wait_s):
             await cleared.wait()
 
-    async def _rewarm(
-        self,
-        scope: trio.CancelScope,
-        cleared: trio.Event,
-        clear: bool,  # noqa: FBT001 - start_soon takes no keywords
-    ) -> None:
+    async def _rewarm(self, scope: trio.CancelScope, cleared: trio.Event) -> None:
         with scope:
             async with self._lock:
-                if self._warmer is not None and clear:
+                if self._warmer is not None and self._clear_due:
                     await self._warmer.clear()
+                    self._clear_due = False
                 cleared.set()
                 if self._warmer is not None and self.wanted:
                     await self._warmer.warm()
+                    self._forget_repairs()
         cleared.set()
         if self._rewarm_scope is scope:
             self._rewarm_scope = None
 
     # ------------------------------------------------------------------------------- small
+
+    def _forget_repairs(self) -> None:
+        self._in_vain = [0] * len(self._entries)
+        self._put_back.clear()
 
     def _make(self, port: int, key: str, hear: Callable[[], None]) -> PromptWarmer:
         async def request(method: str, path: str, body: bytes) -> Reply:

@@ -104,6 +104,7 @@ class Routing:
         self._router.routes = plan.routes
         self._router.deadline_s = plan.deadline_s
         self._router.scorer = self._scorer
+        self._router.missed = self._scorer.missed if self._scorer else lambda: None
 
     async def _run(self, scorer: AddressScorer | ChildScorer, scope: trio.CancelScope) -> None:
         with scope:
@@ -141,6 +142,7 @@ class Routing:
             return self._backend(named, plan), None
         if path in ROUTED_PATHS:
             decision = await router.decide(path, body)
+            plan = self._plan or plan  # a reload may have come while it was asked
             if decision is not None:
                 name = plan.backends.get(decision.device, "")
                 return self._backend(name, plan), Routed(decision, router.tally, began_s)
@@ -172,7 +174,8 @@ class Routing:
             return named
         if named is not None:
             return self._explained(named, plan, {"why": f"the request names {named} itself"})
-        decision = await router.explain("/v1/chat/completions", body)
+        asks = fields.keys() & {"messages", "prompt", "input"}
+        decision = await router.explain("/v1/chat/completions", body) if asks else None
         if decision is None:
             return Refusal(400, "the request has no messages, prompt or input", "no_request")
         return self._explained(

@@ -8,8 +8,10 @@ another program, model, flag or prompt never meets it.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import stat
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -22,6 +24,9 @@ from onebit_serve.core.slots import save_name
 __all__ = ["Saves", "private_directory", "prune", "slots_folder"]
 
 _LIMIT_BYTES = 4 << 30
+_PART = ".part"
+_PART_S = 3600.0  # a state is written in seconds; what is older, its writer left behind
+_part_numbers = itertools.count()
 
 
 class Saves(msgspec.Struct, frozen=True):
@@ -43,6 +48,10 @@ class Saves(msgspec.Struct, frozen=True):
         """Return the file of a slot that holds exactly these tokens."""
         name = save_name(prefix, binary=self.binary, model=self.model, flags=self.flags)
         return self.directory / name
+
+    def part(self, path: Path) -> Path:
+        """Return where to write a state first: a name that no other save has, of any process."""
+        return path.with_suffix(f".{os.getpid()}-{next(_part_numbers)}{_PART}")
 
     def adopt(self, written: Path, path: Path) -> None:
         """Give a state that is whole its name, so that no half of one is ever restored."""
@@ -94,13 +103,25 @@ def private_directory(path: Path) -> Path:
 
 
 def prune(directory: Path, limit_bytes: int = _LIMIT_BYTES) -> None:
-    """Remove the longest unused saved slots until the rest fits the limit in bytes."""
+    """Remove what half-written states were left, and the longest unused until the rest fits.
+
+    Args:
+        directory: Where they are.
+        limit_bytes: What all together may have; one that is being written counts.
+    """
     kept: list[tuple[float, int, Path]] = []
-    for path in directory.glob("warm-*.bin"):
+    total = 0
+    for path in directory.glob("warm-*"):
         with contextlib.suppress(OSError):
             found = path.stat()
-            kept.append((found.st_mtime, found.st_size, path))
-    total = sum(size for _, size, _ in kept)
+            if path.suffix == ".bin":
+                kept.append((found.st_mtime, found.st_size, path))
+            elif path.suffix != _PART:
+                continue
+            elif time.time() - found.st_mtime > _PART_S:
+                path.unlink()
+                continue
+            total += found.st_size
     for _, size, path in sorted(kept):
         if total <= limit_bytes:
             return

@@ -20,7 +20,7 @@ import trio
 
 from onebit_serve.core import laya
 from onebit_serve.core.http import Reply
-from onebit_serve.core.laya import Choice, Decision, DecisionCache, Tally
+from onebit_serve.core.laya import Choice, Decision, DecisionCache, Opening, Tally
 from onebit_serve.core.policy import Routes
 from onebit_serve.live.upstream import GoneError
 
@@ -153,7 +153,7 @@ class LineScorer:
                 self._lines_in.send_nowait(line)
                 await waiter.event.wait()
         except trio.WouldBlock:
-            raise NoAnswerError("busy", "it has not read the questions before") from None
+            raise NoAnswerError("slow", "it has not read the questions before") from None
         finally:
             del self._waiting[number]
         answer = waiter.answer
@@ -207,6 +207,9 @@ class Router:
         scorer: Who is asked, `None` while there is nobody; may be replaced at any time.
         deadline_s: Seconds that an answer may take, 0 for no limit; may be replaced at any time.
         say: Takes one line for the user.
+
+    Attributes:
+        missed: Told whenever the scorer had no answer at the deadline; may be replaced.
     """
 
     def __init__(
@@ -221,6 +224,7 @@ class Router:
         self.scorer = scorer
         self.tally = Tally()
         self.deadline_s = deadline_s
+        self.missed: Callable[[], None] = lambda: None
         self._say = say
         self._remembered = DecisionCache()
         self._failing = False
@@ -243,14 +247,12 @@ class Router:
         opening = laya.opening(path, body)
         if opening is None:
             return None
-        choice = self._remembered.get(opening.key)
-        decision = (
-            laya.decide(choice, self.routes, remembered=True)
-            if choice
-            else laya.decide(
-                self._remembered.put(opening.key, await self._judge(opening.text)), self.routes
-            )
-        )
+        choice = self._known(opening)
+        if choice:
+            decision = laya.decide(choice, self.routes, remembered=True)
+        else:
+            choice = self._remembered.put(opening.key, self._counted(await self._judge(opening)))
+            decision = laya.decide(choice, self.routes)
         self.tally.decided(decision, trio.current_time() - started_s)
         return decision
 
@@ -259,10 +261,19 @@ class Router:
         opening = laya.opening(path, body)
         if opening is None:
             return None
-        choice = self._remembered.get(opening.key)
+        choice = self._known(opening)
         if choice:
             return laya.decide(choice, self.routes, remembered=True)
-        return laya.decide(await self._judge(opening.text), self.routes)
+        return laya.decide((await self._judge(opening))[0], self.routes)
+
+    def _known(self, opening: Opening) -> Choice | None:
+        """Return what a conversation was found to be.
+
+        A later turn stays where the first one went, whatever the reason; a new conversation that
+        begins alike is asked about again where nobody answered then.
+        """
+        choice = self._remembered.get(opening.key)
+        return None if choice and choice.failed and opening.first_turn else choice
 
     async def warm_up(self) -> None:
         """Ask once for each length that a scorer compiles on its own.
@@ -277,29 +288,40 @@ class Router:
         for text in laya.WARM_UP_TEXTS:
             await self.scorer.ask(text)
 
-    async def _judge(self, text: str | None) -> Choice:
+    async def _judge(self, opening: Opening) -> tuple[Choice, NoAnswerError | None]:
+        """Return what it is and, where somebody was asked, whether that failed."""
+        text = opening.text
         if text is None:
-            return Choice("", why="no user message in words")
+            return Choice("", why="no user message in words"), None
         sized = laya.by_size(text)
         if sized:
-            return sized
-        self.tally.asked += 1
+            return sized, None
+        if self.scorer is None:
+            return Choice("", why="nobody is asked: only the size decides"), None
         try:
-            choice = await self._ask(text)
+            return await self._ask(self.scorer, text), None
         except NoAnswerError as error:
+            return Choice("", why=f"Laya is {error.word}: {error}", failed=True), error
+
+    def _counted(self, judged: tuple[Choice, NoAnswerError | None]) -> Choice:
+        """Count a question and say when answers stop and come again; return the choice."""
+        choice, error = judged
+        if error is not None:
+            self.tally.asked += 1
             self.tally.failed(error.word)
             if not self._failing:
-                self._failing = True
                 self._say(f"Laya does not answer, requests go to the default device: {error}")
-            return Choice("", why=f"Laya is {error.word}: {error}")
-        if self._failing:
+            self._failing = True
+            return Choice("", why=f"Laya was {error.word}", failed=True)  # what is kept is short
+        if choice.confidence is not None:
+            self.tally.asked += 1
+            if self._failing:
+                self._say("Laya answers again")
             self._failing = False
-            self._say("Laya answers again")
         return choice
 
-    async def _ask(self, text: str) -> Choice:
-        if self.scorer is None:
-            raise NoAnswerError("down", "there is no scorer")
+    async def _ask(self, scorer: Scorer, text: str) -> Choice:
         with trio.move_on_after(self.deadline_s or float("inf")):
-            return await self.scorer.ask(text)
+            return await scorer.ask(text)
+        self.missed()
         raise NoAnswerError("slow", f"no answer in {self.deadline_s:g} s")

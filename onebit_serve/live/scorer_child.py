@@ -52,9 +52,13 @@ _ANSWER_S = 5.0
 _HELP_S = 5.0
 _STOP_S = 5.0
 _CAUSE_LINES = 3
-_UNSET = ("LAYA_API_KEY", "LLAMA_API_KEY", "LLAMA_ARG_HOST", "LLAMA_ARG_MODEL", "LLAMA_ARG_PORT")
+_UNSET = (
+    *("LAYA_API_KEY", "LAYA_SERVE_API_KEY", "LLAMA_API_KEY"),
+    *("LLAMA_ARG_HOST", "LLAMA_ARG_MODEL", "LLAMA_ARG_PORT"),
+)
 _KEY_BYTES = 24
 _PROBE = "hello"
+_SILENT = ("down", "slow")
 
 
 class _Watched:
@@ -75,13 +79,18 @@ class _Watched:
             raise NoAnswerError("slow", f"{self._slow} questions in a row had no answer")
         try:
             choice = await scorer.ask(text)
-        except trio.Cancelled:  # at the deadline, or since the client left
-            self._slow += 1
-            if self._slow >= _SLOW_IN_A_ROW:
-                self._suspect.set()
+        except NoAnswerError as error:
+            if error.word in _SILENT:
+                self.missed()
             raise
         self._slow = 0
         return choice
+
+    def missed(self) -> None:
+        """Learn that a question had no answer, now or at the asker's deadline."""
+        self._slow += 1
+        if self._slow >= _SLOW_IN_A_ROW:
+            self._suspect.set()
 
     def _absence(self) -> str:
         return "it is not there"
@@ -91,10 +100,7 @@ class _Watched:
         while True:
             await self._suspect.wait()
             with trio.move_on_after(HANG_S) as scope:
-                try:
-                    await scorer.ask(_PROBE)
-                except NoAnswerError:
-                    await trio.sleep(1.0)  # an answer, if none that means anything
+                await _until_heard(scorer)
             if scope.cancelled_caught:
                 return
             self._trust()
@@ -102,6 +108,19 @@ class _Watched:
     def _trust(self) -> None:
         self._slow = 0
         self._suspect = trio.Event()
+
+
+async def _until_heard(scorer: Scorer) -> None:
+    """Ask until it answers; that it is busy, or an answer that means nothing, is one too."""
+    while True:
+        try:
+            await scorer.ask(_PROBE)
+        except NoAnswerError as error:
+            if error.word not in _SILENT:
+                return
+        else:
+            return
+        await trio.sleep(1.0)
 
 
 class AddressScorer(_Watched):
@@ -118,7 +137,7 @@ class AddressScorer(_Watched):
         self._log = log
         self._kind = wish.kind
         self._request = _requester(self._port, "")
-        self._scorer = HttpScorer(self._request, _model_id(wish))
+        self._model = _model_id(wish)
 
     async def run(self) -> None:
         """Warm it as soon as it is there, then ask it again whenever it stops answering."""
@@ -129,10 +148,9 @@ class AddressScorer(_Watched):
             said = True
             self.settled.set()
             await trio.sleep(1.0)
-        scorer = self._scorer
-        if scorer is None:  # it never is; the type says so
-            return
+        scorer = HttpScorer(self._request, self._model)
         await _warm(scorer)
+        self._scorer = scorer
         self.settled.set()
         while True:
             await self._watch(scorer)
@@ -194,7 +212,8 @@ class ChildScorer(_Watched):
     def _absence(self) -> str:
         """Say why nobody can be asked, and have one that gave up tried again after a while."""
         now = self._life
-        if now.state is State.FAILED and time.monotonic() - now.since_s > _AGAIN_AFTER_S:
+        is_over = now.state is State.FAILED and time.monotonic() - now.since_s > _AGAIN_AFTER_S
+        if is_over and self._wish.restart:
             self._asked.set()
         return f"it is {now.state.value}" + (f": {now.cause}" if now.cause else "")
 
@@ -262,10 +281,10 @@ class ChildScorer(_Watched):
     async def _plan(self, port: int) -> ScorerPlan:
         wish = self._wish
         plan = scorer_plan(wish.kind, command=wish.command, model=wish.model)
-        if wish.kind == "llama-server" or any("{port}" in word for word in wish.command):
+        if wish.kind == "llama-server":
             return plan
         # A program that does not know --help may serve instead: then on loopback too, and shortly.
-        variables = child_environment(_UNSET, plan.environment(port))
+        variables = child_environment(_UNSET, {**wish.set_env, **plan.environment(port)})
         text = b""
         with trio.move_on_after(_HELP_S):
             done = await trio.run_process(
@@ -284,7 +303,8 @@ class ChildScorer(_Watched):
         )
 
     def _spawn(self, plan: ScorerPlan, port: int, key: str) -> Child:
-        more = plan.environment(port) | ({"LLAMA_API_KEY": key} if key else {})
+        more = {**self._wish.set_env, **plan.environment(port)}
+        more |= {"LLAMA_API_KEY": key} if key else {}
         environment = child_environment(_UNSET, more)
         command = plan.command(port)
         self.name = Path(command[0]).name
@@ -303,9 +323,11 @@ class ChildScorer(_Watched):
                 if line is not None:
                     await line.ready.wait()
                 else:
-                    await _until_up(request, child.pid, port)
+                    self._hung = await _until_up(request, child.pid, port)
             if loading.cancelled_caught:
                 self._hung = f"not loaded after {LOAD_S:g} s"
+            elif self._hung:
+                pass
             else:
                 self._load_ms = round((time.monotonic() - began_s) * 1000, 1)
                 self._step(life.Healthy())
@@ -340,11 +362,17 @@ async def _warm(scorer: Scorer) -> tuple[str, float]:
     return why, round((time.monotonic() - began_s) * 1000, 1)
 
 
-async def _until_up(request: Request, pid: int, port: int) -> None:
-    """Wait until it is healthy on a port that is its own."""
+async def _until_up(request: Request, pid: int, port: int) -> str:
+    """Wait until it is healthy on a port that is its own; return what keeps it from being used.
+
+    What it is asked is what users write, so one that other machines can reach is not.
+    """
     while True:
+        beyond = probe.listens_beyond(pid)
+        if beyond:
+            return f"it listens on {beyond}, beyond this machine: add --host 127.0.0.1 to command"
         if await _answers(request) and probe.owns_port(pid, port):
-            return
+            return ""
         await trio.sleep(_POLL_S)
 
 

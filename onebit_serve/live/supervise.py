@@ -7,6 +7,8 @@ transition wakes every waiter.
 
 Requests that cannot go at once wait in one line, first come first served; a lease that ends, a
 backend that becomes ready and one that fails move the line.
+
+It is as long as it is since only one place may know all of that state.
 """
 
 from __future__ import annotations
@@ -68,7 +70,6 @@ class Backend:
         ended: How its last child ended, in words; empty before the first end.
         prompts: Its warm prompts.
         shaper: Warms its shapes.
-        held: Requests wait in line although the child could take them.
         last_end_s: When its last request ended, on the monotonic clock.
         starter: Starts it for a request; told who picked it.
     """
@@ -81,7 +82,7 @@ class Backend:
         self.counters = Counters()
         self.prompts = PromptKeeper(plan, log)
         self.shaper = Shaper(plan, log, self.prompts)
-        self.held = False
+        self._holds = 0
         self._file = file
         self.ended = ""
         self._log = log
@@ -138,6 +139,12 @@ class Backend:
             warm_prompts=self.prompts.standings,
         )
 
+    def adopt(self, plan: BackendPlan) -> None:
+        """Go on under a plan that asks for the same child."""
+        self.plan = plan
+        self._move_line()
+        self._wake()
+
     def want(self, by: str = "") -> None:
         """Ask for it to be running; one that is on its way already goes on.
 
@@ -155,13 +162,23 @@ class Backend:
         """
         self._post(machine.Halted(if_idle), _ANYBODY)
 
+    @property
+    def held(self) -> bool:
+        """Whether requests wait in line although the child could take them."""
+        return self._holds > 0
+
+    def hold(self) -> None:
+        """Let no request go to it, nor start it, until `release`."""
+        self._holds += 1
+
     def release(self) -> None:
-        """Hold it no longer: let those in line go, or start it for them where it was stopped."""
-        self.held = False
-        if self._life.state is State.READY:
-            self._move_line()
-        elif self._line:
-            self.starter(self, "")
+        """Take one hold back; after the last, start it where requests wait, or let them go."""
+        self._holds -= 1
+        if self.held:
+            return
+        self._move_line()
+        if self._line and self._life.state in (State.STOPPED, State.STOPPING):
+            self.starter(self, self._line[0].by)
 
     def hand_over(self) -> None:
         """Send those in line, and all who come, to the backend that took this one's place."""
@@ -262,12 +279,12 @@ class Backend:
         )
         if isinstance(verdict, Refusal):
             raise RefusedError(verdict)
-        waiter = Waiter()
+        waiter = Waiter(by)
         if again:
             self._line.appendleft(waiter)
         else:
             self._line.append(waiter)
-        if verdict is Verdict.START_AND_WAIT:
+        if verdict is Verdict.START_AND_WAIT and not self.held:
             self.starter(self, by)
         began_s = time.monotonic()
         try:
@@ -311,18 +328,22 @@ class Backend:
     def _move_line(self) -> None:
         """Let those go who can, and tell those who cannot any more."""
         if self._life.state is State.FAILED:
-            refusal = unavailable(self.view())
-            while self._line:
-                waiter = self._line.popleft()
-                waiter.refusal = refusal
-                waiter.moved.set()
+            self.dismiss(unavailable(self.view()))
         while self._line and (lease := self._free_lease()):
             waiter = self._line.popleft()
             waiter.lease = lease
             waiter.moved.set()
 
+    def dismiss(self, refusal: Refusal) -> None:
+        """Tell those in line that they cannot be served."""
+        while self._line:
+            waiter = self._line.popleft()
+            waiter.refusal = refusal
+            waiter.moved.set()
+
     def _post(self, event: machine.Event, number: int) -> None:
-        self._send.send_nowait((number, event))
+        with contextlib.suppress(trio.ClosedResourceError):  # it was retired meanwhile
+            self._send.send_nowait((number, event))
 
     async def run(self) -> None:
         """Drive the life until cancelled; a child that still runs then is killed."""
@@ -352,7 +373,7 @@ class Backend:
         before = self._life
         if isinstance(event, machine.Halted) and event.if_idle and not self.idle:
             return
-        if isinstance(event, machine.Wanted):
+        if isinstance(event, machine.Wanted) and not before.state.live:
             self._picked_by = event.by
         try:
             self._life, effects = machine.step(before, event, time.monotonic(), self._policy)
@@ -371,9 +392,10 @@ class Backend:
         self._climb_on()
 
     def _climb_on(self) -> None:
-        """Let the rest of the shapes be warmed while the child is ready and nobody waits."""
+        """Let prompts and shapes that are due be warmed while it is ready and nobody waits."""
         is_free = self._life.state is State.READY and not self._leases and not self._line
         if is_free and self._nursery:
+            self.prompts.idle(self._nursery)
             self.shaper.idle(self._nursery)
 
     def _bury(self, before: Life) -> None:
@@ -481,9 +503,7 @@ class Backend:
         if not self._leases:
             self.last_end_s = time.monotonic()
             self._wake()  # somebody may wait for that to stop it
-            if self._nursery:
-                self.prompts.idle(self._nursery)
-                self._climb_on()
+            self._climb_on()
 
     def _wake(self) -> None:
         self._changed.set()

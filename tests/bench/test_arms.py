@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import sys
 from pathlib import Path
@@ -147,6 +148,27 @@ async def test_direct_without_a_port_to_be_found_is_said():
         await ran(comparison("a=", direct=True))
 
 
+CHAT = {"name": "a", "role": "chat", "state": "ready", "port": 5, "pid": 6}
+
+
+def test_the_chat_backend_is_the_one_beside_the_door():
+    embedding = {"name": "e", "role": "embedding", "state": "ready", "port": 4}
+    assert arms._chat_backend({"backends": [embedding, CHAT]}, "u") == (5, 6)
+
+
+@pytest.mark.parametrize(
+    ("backends", "said"),
+    [
+        ([CHAT, CHAT | {"name": "b"}], r"several chat backends \(a, b\)"),
+        ([CHAT | {"state": "backoff"}], "backend a is backoff and not ready"),
+        ([CHAT | {"port": None}], "no backend's port"),
+    ],
+)
+def test_a_backend_beside_the_door_that_is_not_sure_is_refused(backends, said):
+    with pytest.raises(OnebitError, match=said):
+        arms._chat_backend({"backends": backends}, "u")
+
+
 async def test_a_server_that_fails_to_start_is_said_with_its_last_lines():
     session = arms.Session(comparison("a=", "b=--fail"))
     with pytest.raises(OnebitError, match=r"arm b, load 1: .*code 3 .*model file is cursed"):
@@ -190,6 +212,19 @@ async def test_a_server_that_ignores_the_wish_to_stop_is_killed_on_request():
     assert server._process.returncode == -signal.SIGKILL
 
 
+@pytest.mark.parametrize("flag", ["", "--deaf"])
+async def test_a_server_behind_a_wrapper_is_stopped_too(flag, monkeypatch):
+    monkeypatch.setattr(arms, "_REST_S", 10 if not flag else 0.1)
+    program = f"{shlex.join(COMMAND)} {flag} & wait"
+    server = arms.Server(["sh", "-c", program], os.environ)
+    with trio.fail_after(30):
+        async with server.running(20, "a"):
+            children = psutil.Process(server._process.pid).children()
+    _, alive = psutil.wait_procs(children, timeout=10)
+    assert children
+    assert not alive
+
+
 _DEAF = """
 import signal, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -222,6 +257,23 @@ async def test_fresh_caches_are_empty_folders_that_go_with_the_server():
 def test_a_forgotten_file_is_still_there(tmp_path):
     model = tmp_path / "m.gguf"
     model.write_bytes(b"x" * 8192)
-    assert arms._model_files(["-m", str(model), "--mmproj=" + str(model), "-c", "5"]) == [model] * 2
+    assert arms.model_files(["-m", str(model), "--mmproj=" + str(model), "-c", "5"]) == [model] * 2
     arms.forget([model, tmp_path / "none"])
     assert model.read_bytes() == b"x" * 8192
+
+
+def test_all_parts_of_a_split_model_are_forgotten(tmp_path):
+    names = ["m-00001-of-00002.gguf", "m-00002-of-00002.gguf"]
+    for name in [*names, "m-00001-of-00003.gguf", "n-00001-of-00002.gguf"]:
+        (tmp_path / name).write_bytes(b"x")
+    found = arms.model_files(["-m", str(tmp_path / names[0])])
+    assert [path.name for path in found] == names
+
+
+async def test_a_page_cache_that_cannot_be_dropped_is_said_before_anything_starts(tmp_path):
+    model = tmp_path / "m.gguf"
+    model.write_bytes(b"x")
+    with pytest.raises(UsageError, match="arm b name no GGUF file"):
+        await ran(comparison(f"a=-m {model}", "b=", page_cache="drop"))
+    found = await ran(comparison(f"a=-m {model}", page_cache="drop", settings={"repeats": 1}))
+    assert found.runs[0].complete

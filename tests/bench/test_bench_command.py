@@ -10,11 +10,15 @@ import time
 from pathlib import Path
 
 import click
+import msgspec
 import psutil
 import pytest
+import trio
+import trio.testing
 from tiny_server import TinyServer
 
 from onebit_serve.cli.bench import command
+from onebit_serve.cli.bench_output import Progress, measured, write_whole
 from onebit_serve.core import results
 from onebit_serve.core.errors import NotRunError, OnebitError, UsageError
 from onebit_serve.core.results import Request, Results
@@ -116,6 +120,9 @@ def test_the_key_comes_from_a_file_or_the_environment(tmp_path, monkeypatch):
         (["--url", "https://127.0.0.1:1"], "only http"),
         (["ab", "--arm", "a=", "--arm", "a="], "two arms of one name"),
         (["ab"], "no --arm"),
+        (["--output", "a.csv", "ab", "--arm", "a="], "--output before ab"),
+        (["--repeats", "3", "compare", "a.csv"], "--repeats before compare"),
+        (["ab", "--arm", "a=", "--model", "x/m.gguf", "--model", "y/m.gguf"], "files of one name"),
         (["compare"], "nothing to compare"),
         (["compare", "none.csv"], "No such file"),
     ],
@@ -216,6 +223,22 @@ def test_a_second_ctrl_c_kills_at_once_what_does_not_stop():
     assert not alive
 
 
+def test_a_second_ctrl_c_writes_what_there_is_before_it_exits(tmp_path, monkeypatch):
+    out = tmp_path / "a.csv"
+    there = Results(requests=(Request(run="r", tag="a", model="m", prompts="p", concurrency=1),))
+    exits = []
+    monkeypatch.setattr(os, "_exit", lambda code: exits.append((code, out.read_bytes().decode())))
+
+    async def stubborn():
+        with trio.CancelScope(shield=True):
+            for _ in range(2):
+                os.kill(os.getpid(), signal.SIGINT)
+                await trio.testing.wait_all_tasks_blocked(0.05)
+
+    measured(stubborn, lambda: there, out, "csv", Progress(1), lambda: exits.append("killed"))
+    assert exits == ["killed", (130, results.write_csv(there))]
+
+
 def test_cold_against_warm_is_compared(tmp_path, capsys):
     cold = write(tmp_path / "cold.csv", "", 300)
     warm = write(tmp_path / "warm.csv", "", 100)
@@ -223,6 +246,16 @@ def test_cold_against_warm_is_compared(tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "against cold" in shown
     assert "faster" in shown
+
+
+def test_files_of_one_name_are_arms_of_their_paths(tmp_path, capsys):
+    for name in ("old", "new"):
+        (tmp_path / name).mkdir()
+    old = write(tmp_path / "old" / "ttft.csv", "", 300)
+    new = write(tmp_path / "new" / "ttft.csv", "", 100)
+    assert bench("compare", old, new, "--format", "json") == 0
+    (gain,) = json.loads(capsys.readouterr().out)["gains"]
+    assert (gain["base"], gain["tag"]) == (old, new)
 
 
 @pytest.mark.parametrize(("least", "code"), [("1.2", 0), ("2.9", 0), ("3.5", 1)])
@@ -238,6 +271,22 @@ def test_what_was_not_measured_does_not_pass(tmp_path, capsys):
     warm = write(tmp_path / "warm.csv", "", 100, concurrency=8)
     assert bench("compare", cold, warm, "--fail-under", "0.1") == 1
     assert "not measured: warm" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("bad", "code"), [(1, 0), (9, 1)])
+def test_an_arm_that_fails_more_does_not_pass(tmp_path, capsys, bad, code):
+    cold = write(tmp_path / "cold.csv", "", 300, loads=50)
+    warm = tmp_path / "warm.csv"
+    write(warm, "", 100, loads=50)
+    found = results.read(warm.read_bytes().decode(), name="warm")
+    failed = [msgspec.structs.replace(r, error="cut") for r in found.requests[:bad]]
+    every = Results(requests=(*failed, *found.requests[bad:]))
+    warm.write_text(results.write_csv(every), newline="")
+    assert bench("compare", cold, str(warm), "--fail-under", "1.5") == code
+    shown, said = capsys.readouterr()
+    assert f"{50 - bad} of 50" in shown
+    line = "fail: warm m p x1: 9 of 50 requests failed, and 0 of 50 of cold\n"
+    assert said == (line if code else "")
 
 
 def test_the_arm_against_itself_is_not_held_to_a_limit(tmp_path):
@@ -310,13 +359,69 @@ def test_a_file_that_cannot_be_replaced_is_printed_instead(tmp_path, capsys, mon
     def full(*_args, **_more):
         raise OSError(28, os.strerror(28))
 
-    monkeypatch.setattr("tempfile.NamedTemporaryFile", full)
+    monkeypatch.setattr(Path, "replace", full)
     with TinyServer() as server, pytest.raises(UsageError, match="No space left"):
         bench(
             *("--url", server.url, "--prompts", "short", "--repeats", "1"),
             *("--output", str(tmp_path / "a.csv")),
         )
     assert len(results.read(capsys.readouterr().out, name="a").requests) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_was_measured_is_written_before_tables_and_whatever_ends_it(tmp_path, monkeypatch):
+    def broken(*_args, **_more):
+        raise ZeroDivisionError
+
+    out = tmp_path / "a.csv"
+    with TinyServer() as server:
+        words = ["--url", server.url, "--prompts", "short", "--output", str(out)]
+        with monkeypatch.context() as patched:
+            patched.setattr("onebit_serve.core.report.bench_tables", broken)
+            with pytest.raises(ZeroDivisionError):
+                bench(*words, "--repeats", "2")
+        assert len(results.read(out.read_bytes().decode(), name="a").requests) == 2
+        monkeypatch.setattr("onebit_serve.bench.surroundings.files_of", broken)
+        with pytest.raises(Exception, match="Trio nursery"):
+            bench(*words, "--repeats", "3")
+    assert len(results.read(out.read_bytes().decode(), name="a").requests) == 3
+
+
+def test_a_new_file_gets_the_umasks_mode_and_an_old_one_keeps_its_own(tmp_path):
+    new, old, link = (tmp_path / name for name in ("new", "old", "link"))
+    old.write_text("before")
+    old.chmod(0o604)
+    link.symlink_to(old)
+    before = os.umask(0o027)
+    try:
+        write_whole(new, "now")
+        write_whole(link, "now")
+    finally:
+        os.umask(before)
+    assert (new.stat().st_mode & 0o777, old.stat().st_mode & 0o777) == (0o640, 0o604)
+    assert link.is_symlink()
+    assert (new.read_text(), old.read_text()) == ("now", "now")
+
+
+def test_what_is_no_regular_file_is_written_into(tmp_path):
+    pipe = tmp_path / "pipe.csv"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        write_whole(pipe, "now")
+        assert os.read(reader, 10) == b"now"
+    finally:
+        os.close(reader)
+    assert pipe.is_fifo()
+
+
+def test_a_file_that_is_the_standard_output_gets_no_tables(tmp_path):
+    with TinyServer() as server, (tmp_path / "out").open("w+") as out:
+        words = ["--url", server.url, "--prompts", "short", "--repeats", "1"]
+        command = [sys.executable, "-c", ALONE, *words, "--output", "/dev/stdout"]
+        subprocess.run([*command, "--format", "csv"], stdout=out, check=True, timeout=60)
+        out.seek(0)
+        assert len(results.read(out.read(), name="a").requests) == 1
 
 
 @pytest.mark.parametrize("asked", [command, command.commands["compare"], command.commands["ab"]])

@@ -47,14 +47,21 @@ async def test_events_may_be_cut_anywhere(pieces):
     assert (seen.error, seen.texts) == ("", 3)
 
 
-async def test_reasoning_is_text_too():
-    with TinyServer(texts=[]) as server:
-        seen = client.Stream(began_s=0.0)
-        events = client._Events(seen)
-        events.feed(b'data: {"choices":[{"delta":{"reasoning_content":"hm"}}]}\n\n', 1.0)
-        events.feed(b'data:{"choices":[{"text":"plain completion"}]}\r\n\r\n: ping\n\n', 2.0)
-        assert server.url
-    assert (seen.first_s, seen.last_s, seen.texts) == (1.0, 2.0, 2)
+@pytest.mark.parametrize(
+    ("choice", "texts"),
+    [
+        (b'{"delta":{"content":"hm"}}', 1),
+        (b'{"delta":{"reasoning_content":"hm"}}', 1),
+        (b'{"delta":{"content":null,"reasoning":"hm"}}', 1),
+        (b'{"delta":{"tool_calls":[{"index":0,"function":{"name":"f"}}]}}', 1),
+        (b'{"text":"plain completion"}', 1),
+        (b'{"delta":{"role":"assistant","content":"","reasoning":"","tool_calls":[]}}', 0),
+    ],
+)
+def test_whatever_is_generated_is_text(choice, texts):
+    seen = client.Stream(began_s=0.0)
+    client._Events(seen).feed(b'data:{"choices":[' + choice + b"]}\r\n\r\n: ping\n\n", 1.0)
+    assert (seen.error, seen.texts, seen.first_s) == ("", texts, 1.0 if texts else None)
 
 
 @pytest.mark.parametrize(

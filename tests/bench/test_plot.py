@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import os
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -59,6 +61,23 @@ def test_a_kind_of_picture_that_is_not_drawn_is_said(tmp_path, name, said):
 def test_a_missing_folder_is_said(tmp_path):
     with pytest.raises(UsageError, match="no folder"):
         plot.check(tmp_path / "none" / "out.svg")
+
+
+def test_a_place_that_cannot_be_written_is_said(tmp_path):
+    (tmp_path / "out.svg").mkdir()
+    with pytest.raises(UsageError, match="no file can be written there"):
+        plot.check(tmp_path / "out.svg")
+
+
+def test_a_disk_that_is_full_is_said(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+
+    def full(*_args):
+        raise OSError(28, os.strerror(28))
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(UsageError, match=r"--plot .*out\.svg: No space left"):
+        plot.draw(tmp_path / "out.svg", RESULTS)
 
 
 def test_without_matplotlib_the_extra_is_named(tmp_path, monkeypatch):

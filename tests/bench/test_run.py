@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import time
 
 import psutil
@@ -29,9 +31,9 @@ def settings(**more):
     return run.Settings(**(fields | more))
 
 
-async def measured(server, wanted, told=lambda _: None, **targets):
+async def measured(server, wanted, load=1, **targets):
     where = await client.resolve(client.endpoint(server.url))
-    recorder = run.Recorder(run.new_run("a", server.url), told)
+    recorder = run.Recorder(run.new_run("a", server.url, load=load))
     with trio.fail_after(20):
         await run.measure(wanted, {"door": where, **targets}, recorder, hash_files=False)
     return recorder
@@ -90,11 +92,18 @@ async def test_prompts_are_unique_unless_asked_otherwise(unique, different):
     assert len(sent) == different
 
 
-async def test_conversations_of_a_file_are_taken_in_turn():
-    three = prompts.parse('["a", "b", "c"]', name="p")
-    with TinyServer() as server:
-        await measured(server, settings(conversations=three, unique=False, repeats=3))
-    assert sorted(body["messages"][0]["content"] for body in server.bodies) == ["a", "b", "c"]
+async def test_conversations_of_a_file_are_taken_in_turn_alike_in_every_cell_and_target():
+    wanted = settings(
+        conversations=prompts.parse('["a", "b", "c"]', name="p"), concurrency=(1, 2), repeats=4
+    )
+    with TinyServer() as door, TinyServer() as beside:
+        direct = await client.resolve(client.endpoint(beside.url))
+        await measured(door, wanted, direct=direct)
+    for server in (door, beside):
+        sent = [body["messages"][0]["content"].rpartition(" ")[2] for body in server.bodies]
+        assert sent[:4] == ["a", "b", "c", "a"]
+        waves = ["".join(sorted(sent[at : at + 2])) for at in range(4, len(sent), 2)]
+        assert waves == ["ab", "ac", "bc", "ab"]
 
 
 async def test_rates_are_the_backends_where_it_gives_them():
@@ -129,6 +138,12 @@ def test_one_token_has_no_decode_rate():
     )
     numbers = run.numbers_of(seen)
     assert (numbers["decode_tok_s"], numbers["tpot_ms"], numbers["ttft_ms"]) == (None, None, 500)
+
+
+def test_texts_that_came_in_one_piece_have_no_time_between_them():
+    seen = client.Stream(began_s=0.0, first_s=0.5, last_s=0.5, end_s=0.6, texts=3, finished=True)
+    numbers = run.numbers_of(seen)
+    assert (numbers["tpot_ms"], numbers["decode_tok_s"]) == (None, None)
 
 
 async def test_no_first_text_is_seen_before_the_server_sends_it():
@@ -175,15 +190,21 @@ async def test_a_request_past_its_limit_is_a_timeout():
         server._threads.clear()  # it still sleeps; nobody needs to wait for it
 
 
-async def test_two_targets_take_turns():
+@pytest.mark.parametrize("load", [1, 2])
+async def test_two_targets_take_turns_from_wave_to_wave_and_from_load_to_load(load):
     with TinyServer() as door, TinyServer() as beside:
         direct = await client.resolve(client.endpoint(beside.url))
-        recorder = await measured(door, settings(repeats=3), direct=direct)
-    assert [r.target for r in recorder.requests] == [
-        *("door", "direct"),
-        *("direct", "door"),
-        *("door", "direct"),
-    ]
+        recorder = await measured(door, settings(repeats=3), load=load, direct=direct)
+    order = ["door", "direct", "direct", "door"] * 2
+    start = 2 * (load - 1)
+    assert [r.target for r in recorder.requests] == order[start : start + 6]
+
+
+async def test_each_target_needs_a_success():
+    with TinyServer() as door, TinyServer(fault="cut") as beside:
+        direct = await client.resolve(client.endpoint(beside.url))
+        with pytest.raises(OnebitError, match="no request succeeded by the way `direct`"):
+            await measured(door, settings(), direct=direct)
 
 
 async def test_tokens_are_counted_without_running_the_model_and_not_when_told_not_to():
@@ -207,6 +228,31 @@ async def test_what_is_stored_says_all_but_the_texts():
     assert stored["system"] == "s.txt, 50 characters"
     assert (stored["temperature"], stored["conversations"]) == (0, 1)
     assert json.loads(json.dumps(stored)) == stored
+
+
+def test_what_is_stored_tells_other_texts_of_the_same_name_and_length_apart():
+    def hashes(text, system):
+        asked = settings(conversations=prompts.parse(json.dumps([text]), name="p"), system=system)
+        return [v for key, v in asked.stored().items() if key.endswith("_sha256")]
+
+    one, other = hashes("a", "s"), hashes("b", "t")
+    assert hashes("a", "s") == one
+    assert not set(one) & set(other)
+    assert hashes("a", "")[1] == ""
+
+
+@pytest.mark.parametrize("local", [True, False])
+async def test_only_a_model_of_this_machine_is_hashed(tmp_path, monkeypatch, local):
+    model = tmp_path / "m.gguf"
+    model.write_bytes(b"GGUF")
+    routes = {"/v1/models": {"data": [{"id": "m"}]}, "/props": {"model_path": str(model)}}
+    monkeypatch.setattr(surroundings, "is_local", lambda _where: local)
+    monkeypatch.setattr(surroundings, "find_server", lambda _where: None)
+    with TinyServer(routes=routes) as server:
+        where = await client.resolve(client.endpoint(server.url))
+        recorder = run.Recorder(run.new_run("a", server.url))
+        await run.measure(settings(repeats=1), {"door": where}, recorder)
+    assert ("model" in recorder.run.files) == local
 
 
 async def test_embedding_models_are_not_asked_to_chat():
@@ -256,6 +302,28 @@ def test_backends_are_told_from_what_else_a_supervisor_started():
     assert [process.pid for process in watch.backends] == [children[0].pid]
 
 
+def test_a_backend_that_starts_within_a_cell_begins_with_nothing_used():
+    watch = surroundings.Watch(psutil.Process(), [1])
+    watch.start()
+    busy = "x = sum(range(10**7)); print(x, flush=True); import time; time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", busy], stdout=subprocess.PIPE) as child:
+        try:
+            child.stdout.readline()
+            watch.tell([child.pid])
+            (use,) = (use for use in watch.finish("cell") if use.pid == child.pid)
+        finally:
+            child.kill()
+    assert use.role == "backend"
+    assert use.cpu_s > 0
+
+
+async def test_backends_that_started_meanwhile_are_asked_for():
+    backends = [{"name": "a", "port": 5, "pid": 6}, {"name": "b", "port": None, "pid": None}]
+    with TinyServer(routes={"/v1/status": {"backends": backends}}) as server:
+        where = await client.resolve(client.endpoint(server.url))
+        assert await surroundings.backend_pids(where) == {6}
+
+
 def test_files_are_hashed_and_missing_ones_are_left_out(tmp_path):
     model = tmp_path / "m.gguf"
     model.write_bytes(b"GGUF")
@@ -278,7 +346,7 @@ def test_files_are_hashed_and_missing_ones_are_left_out(tmp_path):
     ],
 )
 def test_backend_ports_are_read_as_far_as_they_are_there(status, ports):
-    assert surroundings.backend_ports(status) == ports
+    assert surroundings.backend_ports(surroundings.backends_of(status)) == ports
 
 
 def test_the_machine_and_the_versions_are_named():

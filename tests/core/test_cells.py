@@ -128,6 +128,20 @@ def test_a_crowd_and_the_way_beside_the_door_have_no_request_1(more):
     assert c.first_against_rest(results(arm("a", 100, 5, **more)), "ttft") == ()
 
 
+def test_a_load_that_was_asked_beside_the_door_before_has_no_request_1():
+    door = [
+        request("a", load, 100.0, repeat=repeat, started_s=1.0)
+        for load in (1, 2)
+        for repeat in (1, 2)
+    ]
+    beside = [request("a", load, 9.0, target="direct", started_s=3.0 - load) for load in (1, 2, 3)]
+    (found,) = c.first_against_rest(results(door, beside), "ttft")
+    assert found.loads == 2
+    beside = [request("a", load, 9.0, target="direct", started_s=2.5 - load) for load in (1, 2, 3)]
+    (found,) = c.first_against_rest(results(door, beside), "ttft")
+    assert found.loads == 1
+
+
 def test_loads_whose_request_1_failed_do_not_count():
     failed = [request("a", 1, None, error="cut"), request("a", 1, 100.0, repeat=2)]
     assert c.first_against_rest(results(failed), "ttft") == ()
@@ -203,6 +217,16 @@ def test_resources_show_the_peak_and_the_sum_over_loads():
     ]
 
 
+def test_processes_of_one_name_add_up_within_a_run():
+    usage = tuple(
+        Usage("m p x1", "backend", "llama-server", pid, mib * 1024**2, 1.0, 2.0)
+        for pid, mib in ((1, 3), (2, 5))
+    )
+    runs = tuple(Run(id=str(n), tag="a", started="", url="", usage=usage) for n in (1, 2))
+    (table,) = report.bench_tables(Results(runs=runs))
+    assert columns(table, "peak resident MiB", "CPU s", "cores") == [("8.0", "4.00", "1.00")]
+
+
 def test_what_else_differs_between_arms_is_said_and_what_an_arm_is_is_not():
     base = {"started": "", "url": "", "machine": {"threads": 2}}
     runs = (
@@ -247,6 +271,24 @@ def test_facts_name_settings_machine_files_and_what_is_incomplete():
     assert "model: 5 bytes, sha256 ffffffffffffffff..." in text
     assert "incomplete: a, load 2: interrupted" in text
     assert report.facts_lines([]) == ()
+
+
+def test_facts_are_those_of_every_run():
+    def run(tag, load, **more):
+        return Run(id=f"{tag}{load}", tag=tag, load=load, started="", url="", **more)
+
+    one = {"llama-server": {"size_bytes": 1, "sha256": "a" * 64}}
+    two = {"llama-server": {"size_bytes": 2, "sha256": "b" * 64}}
+    lines = report.facts_lines(
+        [
+            run("a", 1, files=one, settings={"concurrency": [1], "prompts_sha256": "c" * 64}),
+            run("b", 1, files=two, settings={"concurrency": [4], "prompts_sha256": "d" * 64}),
+            run("a", 2),
+        ]
+    )
+    assert f"settings: concurrency 1 or 4, prompts_sha256 {'c' * 16}... or {'d' * 16}..." in lines
+    assert f"llama-server (a): 1 bytes, sha256 {'a' * 16}..." in lines
+    assert f"llama-server (b): 2 bytes, sha256 {'b' * 16}..." in lines
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ MODEL = header(
 )
 
 
-def test_values_are_read_and_arrays_are_stepped_over() -> None:
+def test_values_are_read_and_vocabularies_are_stepped_over() -> None:
     found = parse_header(MODEL, 10_000)
     assert found.architecture == "llama"
     assert found.text("general.name") == "Näme"
@@ -74,6 +74,29 @@ def test_values_are_read_and_arrays_are_stepped_over() -> None:
     assert not any("tokens" in key or "scores" in key for key in found.values)
     assert found.tensors == 2
     assert found.header_bytes == len(MODEL)
+
+
+def array(kind: int, code: str, *values: int) -> bytes:
+    return struct.pack(f"<IQ{len(values)}{code}", kind, len(values), *values)
+
+
+def test_short_arrays_of_integers_are_kept_and_no_others() -> None:
+    data = header(
+        [
+            pair("lfm2.attention.head_count_kv", ARRAY, array(5, "i", 0, 0, 8, -1)),
+            pair("wide", ARRAY, array(U64, "Q", *range(512))),
+            pair("long", ARRAY, array(U32, "I", *range(513))),
+            pair("flags", ARRAY, array(BOOL, "?", 1, 0)),
+            pair("floats", ARRAY, array(F32, "f", 1)),
+            pair("none", ARRAY, array(U32, "I")),
+        ]
+    )
+    found = parse_header(data, len(data))
+    assert found.numbers("lfm2.attention.head_count_kv") == (0, 0, 8, -1)
+    assert found.number("lfm2.attention.head_count_kv") is None
+    assert found.numbers("wide") == tuple(range(512))
+    assert found.numbers("none") == ()
+    assert not {"long", "flags", "floats"} & set(found.values)
 
 
 def test_a_value_of_another_type_counts_as_unknown() -> None:

@@ -87,7 +87,45 @@ def test_later_turns_have_the_key_of_the_first() -> None:
     reply = {"role": "assistant", "content": "def f(): ..."}
     turned = {"content": "Write a function.", "role": "user"}
     later = read(path, {"messages": [SYSTEM, turned, reply, USER], "temperature": 1})
-    assert later == first
+    assert later.key == first.key
+    assert (first.first_turn, later.first_turn) == (True, False)
+
+
+@pytest.mark.parametrize(
+    ("path", "one", "other"),
+    [
+        (
+            "/v1/messages",
+            {"system": "s", "messages": [USER]},
+            {
+                "system": [{"type": "text", "text": "s", "cache_control": {"type": "ephemeral"}}],
+                "messages": [USER],
+            },
+        ),
+        (
+            "/v1/messages",
+            {"messages": [{"role": "user", "content": parts("hi")}]},
+            {"messages": [{"role": "user", "content": "hi"}]},
+        ),
+        ("/v1/responses", {"input": "hi"}, {"input": [{"role": "user", "content": "hi"}]}),
+    ],
+)
+def test_however_a_client_writes_an_opening_its_key_is_the_same(path, one, other) -> None:
+    assert read(path, one).key == read(path, other).key
+
+
+@pytest.mark.parametrize("levels", [980, 990, 995, 5000])
+def test_what_is_nested_deeply_raises_nothing(levels) -> None:
+    deep = b'{"messages":[{"role":"user","content":[' + b"[" * levels + b"]" * levels + b"]}]}"
+    found = opening("/v1/chat/completions", deep)
+    assert found is None or found.text is None
+
+
+def test_a_failure_is_no_answer_to_remember() -> None:
+    cache = DecisionCache()
+    assert cache.put("k", Choice("", failed=True)).failed
+    assert cache.put("k", Choice("code", 0.7)).kind == "code"
+    assert cache.put("k", Choice("", failed=True)).kind == "code"
 
 
 @pytest.mark.parametrize(

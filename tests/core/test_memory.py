@@ -35,7 +35,7 @@ def test_lengths_in_the_header_win_over_the_share_of_a_head():
     assert need(facts, ctx_tokens=1).cache_bytes == 32 * 8 * (256 + 64) * 2
 
 
-@pytest.mark.parametrize("gone", ["block_count", "head_count_kv", "head_count"])
+@pytest.mark.parametrize("gone", ["block_count", "head_count"])
 def test_what_the_header_does_not_say_is_not_guessed(gone):
     facts = msgspec.structs.replace(LLAMA, **{gone: None})
     assert need(facts, ctx_tokens=8192).cache_bytes is None

@@ -102,3 +102,5 @@ def test_the_plan_says_how_much_at_once_and_what_a_token_takes():
     assert prompts.concurrency == 3
     # two layers, two heads of keys and values of 16 wide, two bytes each
     assert prompts.token_bytes == 2 * 2 * (16 + 16) * 2
+    smaller = planned(args=("-ctk", "q8_0", "-ctv", "q4_1")).prompts
+    assert smaller.token_bytes == 2 * 2 * 16 * (34 + 20) // 32

@@ -71,6 +71,7 @@ def test_an_assistant_message_of_tool_calls_needs_no_content():
         ('[[{"content": "a"}]]', "entry 1, message 1: `role` must be a text, not null"),
         ('[[{"role": 1, "content": "a"}]]', "message 1: `role` must be a text, not a number"),
         ('[[{"role": "user"}]]', "message 1: `content` must be a text, not null"),
+        (r'["a", "b\ud800"]', "entry 2: it cannot be sent: .*surrogates not allowed"),
         ('[[{"role": "user", "content": {}}]]', "`content` must be a text, not an object"),
     ],
 )

@@ -5,6 +5,7 @@ import io
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -72,6 +73,19 @@ def test_any_text_and_number_survives_both_forms(requests):
     every = Results(requests=tuple(requests))
     assert results.read(results.write_csv(every), name="a") == every
     assert results.read(results.write_json(every), name="a") == every
+
+
+@pytest.mark.parametrize("write", [results.write_csv, results.write_json])
+def test_a_path_that_is_not_utf8_loses_no_results(write):
+    (run,) = SAMPLE.runs
+    odd = Results(
+        runs=(msgspec.structs.replace(run, tag="a\udcff", flags=("-m", "\udcff.gguf")),),
+        requests=(msgspec.structs.replace(SAMPLE.requests[0], tag="a\udcff"),),
+    )
+    found = results.read(write(odd).encode().decode(), name="a")
+    assert (found.runs[0].flags, found.runs[0].tag) == (("-m", "?.gguf"), "a?")
+    assert found.requests[0].tag == "a?"
+    assert found.requests[0].ttft_ms == 1.5
 
 
 @pytest.mark.parametrize(
@@ -152,6 +166,22 @@ def test_a_csv_that_is_cut_inside_a_quote_is_said_to_be_damaged():
     text = results.write_csv(SAMPLE)
     with pytest.raises(UsageError, match=r"a\.csv line"):
         results.read(text[: text.index('""tag""')], name="a.csv")
+
+
+def test_a_csv_that_is_cut_within_any_cell_of_a_request_is_said_to_be_damaged():
+    text = results.write_csv(SAMPLE)
+    begin, end = text.rindex("onebit-bench/1,request"), text.rindex(",")
+    for cut in range(begin + 1, end + 1):
+        with pytest.raises(UsageError, match=r"a\.csv line 4: the file ends within a row"):
+            results.read(text[:cut], name="a.csv")
+    assert results.read(text.rstrip(), name="a.csv") == SAMPLE  # an editor took the line end
+
+
+def test_a_run_of_many_facts_reads_back():
+    (first,) = SAMPLE.runs
+    long = msgspec.structs.replace(first, settings={"x": "y" * 200_000})
+    many = Results(runs=(long,))
+    assert results.read(results.write_csv(many), name="a") == many
 
 
 def test_json_that_is_cut_is_said_to_be_damaged():

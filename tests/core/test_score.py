@@ -107,6 +107,30 @@ def test_an_arm_against_itself_is_no_difference():
     assert same.interval.low < 1 < same.interval.high
 
 
+@pytest.mark.parametrize("lower_is_better", [True, False])
+def test_the_range_of_few_loads_holds_the_spread_of_both_arms(lower_is_better):
+    wide, narrow = [[80.0], [100.0], [160.0]], [[50.0]]
+    one = score.compare(wide, narrow, lower_is_better=lower_is_better)
+    other = score.compare(narrow, wide, lower_is_better=lower_is_better)
+    ends = [(1.6, 3.2), (50 / 160, 50 / 80)]
+    for gain, (low, high) in zip((one, other), ends[:: 1 if lower_is_better else -1], strict=True):
+        assert (gain.low, gain.high) == (pytest.approx(low), pytest.approx(high))
+
+
+def test_the_wider_arm_decides_how_far_the_interval_of_a_ratio_reaches():
+    few, many = loads(5, between=0.2, requests=1), loads(30, between=0.001, requests=1)
+    bounds = score.ratio_interval(few, many)
+    alone = score.interval(few)
+    assert bounds.high / bounds.low == pytest.approx(alone.high / alone.low, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "quantile"), [(1, 12.706), (4, 2.776), (4.5, 2.68), (30, 2.042), (60, 2.0)]
+)
+def test_quantiles_are_students(degrees, quantile):
+    assert score._quantile(degrees) == pytest.approx(quantile, abs=0.01)
+
+
 def test_with_few_loads_there_is_a_range_and_no_verdict():
     gain = score.compare(loads(3), loads(3, typical=50), lower_is_better=True)
     assert (gain.verdict, gain.interval, gain.units) == ("not measured", None, 3)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import psutil
 import pytest
 import trio
@@ -22,7 +23,7 @@ from onebit_serve.core.life import State
 from onebit_serve.core.plan import Plan
 from onebit_serve.core.route import Order
 from onebit_serve.live.house import House
-from onebit_serve.live.idle import Room
+from onebit_serve.live.idle import Room, free_bytes
 from onebit_serve.live.lease import RefusedError
 from onebit_serve.live.log import Log
 from onebit_serve.live.orders import Orders
@@ -228,12 +229,11 @@ def plan(fake_llama: str, tiny_models: Path, tmp_path: Path, monkeypatch: pytest
         )
         file.write_text(file.read_text().replace("enabled = true", keys))
         found = prepare(["--config", str(file)], {"PATH": "/usr/bin:/bin"}).plan
-        import msgspec
-
         backends = tuple(msgspec.structs.replace(one, size_bytes=5 * GIB) for one in found.backends)
         return msgspec.structs.replace(found, backends=backends)
 
     monkeypatch.setattr("onebit_serve.live.idle._POLL_S", 0.01)
+    monkeypatch.setattr("onebit_serve.live.idle._LOOK_AGAIN_S", 0.01)
     return make
 
 
@@ -300,6 +300,77 @@ async def test_one_that_is_never_idle_is_held_so_that_another_has_its_turn(
             await trio.sleep(0.01)
         assert answered == ["GPU1", "GPU0"]
         assert not first.held
+
+
+async def test_one_that_makes_room_is_not_started_by_its_own_next_request_before_the_other(
+    plan,
+) -> None:
+    memory = Memory()
+    async with housed(plan(), memory) as (house, nursery):
+        first, second = house.get("GPU0"), house.get("GPU1")
+        answered: list[str] = []
+
+        async def want(backend: Any) -> None:
+            (await backend.admit(30)).end(whole=True)
+            answered.append(backend.plan.name)
+
+        (await first.admit(30)).end(whole=True)
+        nursery.start_soon(want, second)
+        await first.wait_for(lambda v: v.state is not State.READY)
+        nursery.start_soon(want, first)
+        while len(answered) < 2:  # noqa: ASYNC110 - it tells nobody
+            await trio.sleep(0.01)
+        assert answered == ["GPU1", "GPU0"]
+
+
+async def test_two_that_are_wanted_at_once_do_not_both_take_the_same_memory(plan) -> None:
+    memory = Memory()
+    memory.late = 0
+    async with housed(plan(), memory) as (house, nursery):
+        together = 0
+
+        async def want(backend: Any) -> None:
+            nonlocal together
+            lease = await backend.admit(30)
+            held = [view for view in house.views() if view.name != "cpu" and view.state.live]
+            together = max(together, len(held))
+            lease.end(whole=True)
+
+        async with trio.open_nursery() as both:
+            both.start_soon(want, house.get("GPU0"))
+            both.start_soon(want, house.get("GPU1"))
+        assert together == 1
+        assert nursery.child_tasks
+
+
+async def test_a_program_that_cannot_be_asked_for_its_devices_ends_nothing(plan) -> None:
+    (_, gpu, _) = plan().backends
+    assert await free_bytes(msgspec.structs.replace(gpu, binary="/nowhere/llama-server")) is None
+
+
+async def test_a_start_by_order_for_one_that_runs_stops_nobody(plan) -> None:
+    memory = Memory()
+    memory.late = 0
+    async with housed(plan(), memory) as (house, _):
+        first = house.get("GPU0")
+        (await first.admit(30)).end(whole=True)
+        asked = memory.asked
+        await Orders(house, lambda: house.plan, Log()).obey(Order("start", "GPU0"))
+        assert memory.asked == asked
+        assert first.view().state is State.READY
+
+
+async def test_an_order_that_waits_for_room_ends_with_the_backend(plan) -> None:
+    memory = Memory()
+    async with housed(plan(), memory) as (house, _):
+        lease = await house.get("GPU0").admit(30)
+        house.room.start(house.get("GPU1"), ordered=True)
+        fewer = msgspec.structs.replace(house.plan, backends=house.plan.backends[:2])
+        assert (await house.reload(fewer))["stopped"] == ["GPU1"]
+        lease.end(whole=True)
+        while house.room._pending:  # noqa: ASYNC110 - it tells nobody
+            await trio.sleep(0.01)
+        assert house.get("GPU0").view().state is State.READY
 
 
 async def test_a_start_by_order_makes_room_too_and_a_stop_takes_it_back(plan) -> None:

@@ -356,6 +356,20 @@ def test_a_model_is_recalled_under_the_name_it_has_now(
     assert machine.model_facts("model.gguf").path == "model.gguf"
 
 
+def test_what_an_older_cache_does_not_know_is_read_anew(
+    tiny_models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = str(tiny_models / "tiny-lfm2.gguf")
+    fields = machine._MODEL_FIELDS
+    with monkeypatch.context() as older:
+        older.setattr(machine, "_MODEL_FIELDS", fields.replace("head_counts_kv,", ""))
+        older.setattr(machine.gguf.Header, "numbers", lambda *_: None)
+        assert machine.model_facts(model).head_counts_kv is None
+    assert machine.model_facts(model).head_counts_kv == (0, 0, 2, 0)
+    monkeypatch.setattr(machine.gguf, "parse_header", None)
+    assert machine.model_facts(model).head_counts_kv == (0, 0, 2, 0)  # recalled
+
+
 def test_a_model_cut_off_anywhere_in_its_data_is_refused(tiny_models: Path, tmp_path: Path) -> None:
     whole = (tiny_models / "tiny-llama.gguf").read_bytes()
     model = tmp_path / "model.gguf"

@@ -20,6 +20,7 @@ from onebit_serve.live.saves import Saves, private_directory
 from onebit_serve.live.upstream import GoneError, open_stream
 
 SYSTEM = "You are a helpful assistant. Answer in the language of the question, and be brief. " * 12
+TWINS = [f"{SYSTEM} One.", f"{SYSTEM} Two."]
 FIRST_CHARACTERS = (
     "letter",
     "7",
@@ -159,13 +160,12 @@ async def test_twins_in_slots_of_their_own_and_twelve_personas_through_the_host_
     tiny, real_llama_server
 ) -> None:
     personas = [f"Persona {n * 7919}: {chr(97 + n) * 9} {SYSTEM[: 300 + 7 * n]}" for n in range(10)]
-    twins = [f"{SYSTEM} One.", f"{SYSTEM} Two."]
     async with server(real_llama_server, tiny("llama"), "-np", "4") as port:
-        warmer = PromptWarmer(asker(port), entries(*personas, *twins))
+        warmer = PromptWarmer(asker(port), entries(*personas, *TWINS))
         await warmer.warm()
         assert [s.why for s in warmer.standings] == [""] * 12
         # The twins first: they live in slots, out of which ten personas will push them.
-        for index, system in reversed(list(enumerate([*personas, *twins]))):
+        for index, system in reversed(list(enumerate([*personas, *TWINS]))):
             cached = await chat(port, ask("Who are you?", system))
             assert cached >= warmer.standings[index].tokens - 1, index
 
@@ -181,6 +181,28 @@ async def test_without_a_host_cache_only_the_slots_keep_prompts_and_the_rest_is_
         assert [s.proven for s in warmer.standings] == [True] * 4 + [False] * 2
         assert any("entry 5" in line and "no host cache" in line for line in said)
         assert "4 completed, 2 skipped" in said[-1]
+
+
+async def test_a_host_cache_that_is_too_small_is_found_out_by_the_proof_alone(
+    tiny, real_llama_server
+) -> None:
+    personas = [f"Persona {n * 7919}: {chr(97 + n) * 9} {SYSTEM[: 900 + 7 * n]}" for n in range(9)]
+    async with server(real_llama_server, tiny("qwen35"), "-np", "2", "-cram", "4") as port:
+        said: list[str] = []
+        warmer = PromptWarmer(
+            asker(port), entries(*personas), host_bytes=4 << 20, token_bytes=2048, say=said.append
+        )
+        await warmer.warm()
+        assert "go through the host cache of 4 MiB (--cache-ram), which may not keep all" in said[0]
+        kept = sum(s.proven for s in warmer.standings)
+        assert 2 <= kept < 9
+        # Those of the file's beginning are kept; the first that is gone speaks for all after it.
+        assert all(s.proven for s in warmer.standings[:kept])
+        assert "tokens are reused" in warmer.standings[kept].why
+        assert "has lost entry" in warmer.standings[-1].why
+        assert not warmer.due
+        for system, standing in zip(personas[:kept], warmer.standings, strict=False):
+            assert await chat(port, ask("Who are you?", system)) >= standing.tokens - 1
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3", "qwen35", "mamba"])
@@ -221,13 +243,86 @@ async def test_a_prompt_pushed_out_by_other_traffic_is_noticed_and_repaired(
         index = match(ask("first"), warmer.entries)
         assert index == 0
         warmer.used(index, await chat(port, ask("first")))
-        assert warmer.repair_due
+        assert warmer.due
         assert await warmer.repair() == 1
-        assert not warmer.repair_due
+        assert not warmer.due
         cached = await chat(port, ask("second"))
         warmer.used(index, cached)
         assert cached >= warmer.standings[0].tokens - 1
         assert warmer.standings[0].hits == 1
+
+
+async def test_without_a_host_cache_a_repair_pushes_no_other_warm_prompt_out(
+    tiny, real_llama_server
+) -> None:
+    async with server(real_llama_server, tiny("qwen35"), "-np", "2", "-cram", "0") as port:
+        warmer = PromptWarmer(asker(port), entries(*TWINS), host_bytes=0)
+        await warmer.warm()
+        # The first prompt's slot is the least recently used one from now on.
+        await chat(port, ask("something else", "Another system prompt. " * 20), id_slot=1)
+        warmer.used(1, 0)
+        await warmer.repair()
+        assert [s.slots for s in warmer.standings] == [(0,), (1,)]
+        for system, standing in zip(TWINS, warmer.standings, strict=True):
+            assert await chat(port, ask("hello", system)) >= standing.tokens - 1
+
+
+@pytest.mark.parametrize("host_bytes", [None, 0])
+@pytest.mark.parametrize("systems", [1, 2])
+async def test_what_a_sleep_took_comes_back_in_all_the_slots_it_had(
+    systems, host_bytes, tiny, real_llama_server
+) -> None:
+    flags = ("-np", "4", "-cram", "-1" if host_bytes is None else "0")
+    async with server(real_llama_server, tiny("qwen35"), *flags) as port:
+        warmer = PromptWarmer(asker(port), entries(*TWINS[:systems]), host_bytes=host_bytes)
+        await warmer.warm()
+        await warmer.clear()
+        conversation = ask("I woke it", "Another system prompt. " * 20)
+        await chat(port, conversation)
+        warmer.lost_all()
+        assert await warmer.repair() == systems
+        assert not warmer.due
+        assert sorted(slot for s in warmer.standings for slot in s.slots) == [0, 1, 2, 3]
+        cached = []
+
+        async def one(number):
+            system = TWINS[number % systems]
+            cached.append(await chat(port, ask(f"{number} is mine", system), max_tokens=20))
+
+        async with trio.open_nursery() as nursery:
+            for number in range(4):
+                nursery.start_soon(one, number)
+        assert min(cached) >= warmer.standings[0].tokens - 1
+        assert (await chat(port, conversation) > 20) == (host_bytes is None)
+
+
+@pytest.mark.parametrize("before", [0, 2], ids=["before the plan", "after the first prompt"])
+async def test_what_the_time_did_not_suffice_for_is_due_and_gets_a_slot_of_its_own(
+    before, tiny, real_llama_server
+) -> None:
+    async with server(real_llama_server, tiny("llama"), "-np", "4") as port:
+        open_for, request = before, asker(port)
+
+        async def slow(method, path, body):
+            nonlocal open_for
+            if path == "/completion":
+                open_for -= 1
+                if open_for < 0:
+                    await trio.sleep_forever()
+            return await request(method, path, body)
+
+        warmer = PromptWarmer(slow, entries(*TWINS), concurrency=1)
+        await warmer.warm(limit_s=1 if before else 0)
+        assert sorted(s.proven for s in warmer.standings) == [False, before > 0]
+        assert any("not reached within" in s.why for s in warmer.standings)
+        assert warmer.due == [0, 1]  # what was reached misses one of its two slots
+        open_for = 1000
+        await warmer.repair()
+        assert not warmer.due
+        assert [s.why for s in warmer.standings] == ["", ""]
+        assert sorted(slot for s in warmer.standings for slot in s.slots) == [0, 1, 2, 3]
+        for system, standing in zip(TWINS, warmer.standings, strict=True):
+            assert await chat(port, ask("hello", system)) >= standing.tokens - 1
 
 
 @pytest.mark.parametrize("save", [True, False])
@@ -330,6 +425,37 @@ async def test_histories_may_end_with_a_users_or_an_assistants_message(
             await chat(port, [*history, {"role": "user", "content": "go on"}]) >= ended.tokens - 1
         )
         assert await chat(port, request) >= open_ended.tokens - 1
+
+
+# As Gemma's, Mistral's and Llama 2's.
+ALTERNATING = (
+    "{% for m in messages %}"
+    "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}"
+    "{% endif %}"
+    "<|im_start|>{{ 'model' if m.role == 'assistant' else m.role }}\n{{ m.content }}<|im_end|>\n"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>model\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize("clock", ["", "{{ strftime_now('%Y') }}"], ids=["no date", "date"])
+@pytest.mark.parametrize("kind", ["llama", "qwen35", "gemma3"])
+async def test_an_entry_that_ends_with_a_users_message_is_warmed_where_roles_must_alternate(
+    kind, clock, tiny, real_llama_server
+) -> None:
+    flags = ("-np", "2", "--jinja", "--chat-template", clock + ALTERNATING)
+    request = [{"role": "user", "content": SYSTEM}]
+    answered = [*request, {"role": "assistant", "content": "I will."}]
+    async with server(real_llama_server, tiny(kind), *flags) as port:
+        both = parse(msgspec.json.encode([request, answered]), "prompts.json")
+        warmer = PromptWarmer(asker(port), both)
+        await warmer.warm()
+        assert [s.why for s in warmer.standings] == ["", ""]
+        asked, closed = warmer.standings
+        assert await chat(port, request) >= asked.tokens - 5
+        more = [*answered, {"role": "user", "content": "go on"}]
+        assert await chat(port, more) >= closed.tokens - 1
 
 
 async def test_the_counts_go_on_over_a_new_warm_up(tiny, real_llama_server) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 
 import pytest
 import trio
@@ -10,6 +12,7 @@ import trio
 from onebit_serve.core.http import Reply
 from onebit_serve.core.warm_prompts import PROBES, parse
 from onebit_serve.live.prefix import PromptWarmer
+from onebit_serve.live.prompt_backend import PromptBackend
 from onebit_serve.live.saves import Saves, private_directory, prune
 from onebit_serve.live.upstream import GoneError
 
@@ -147,7 +150,7 @@ async def test_a_repair_of_a_backend_that_dies_raises_nothing(told) -> None:
     warmer = PromptWarmer(backend, ENTRIES, say=told.append)
     await warmer.warm()
     warmer.used(0, 0)
-    warmer._send = Gone(0)
+    warmer._backend = PromptBackend(Gone(0))
     assert await warmer.repair() == 1
     assert "the backend went away" in warmer.standings[0].why
 
@@ -214,8 +217,6 @@ def test_a_directory_that_cannot_be_made_is_told(tmp_path) -> None:
 
 
 def test_the_longest_unused_states_are_removed_first(tmp_path) -> None:
-    import os
-
     for age, name in enumerate(("warm-new.bin", "warm-old.bin", "other.bin", "warm-older.bin")):
         path = tmp_path / name
         path.write_bytes(b"x" * 100)
@@ -224,3 +225,24 @@ def test_the_longest_unused_states_are_removed_first(tmp_path) -> None:
     assert {p.name for p in tmp_path.iterdir()} == {"warm-new.bin", "warm-old.bin", "other.bin"}
     prune(tmp_path, limit_bytes=199)
     assert {p.name for p in tmp_path.iterdir()} == {"warm-new.bin", "other.bin"}
+
+
+def test_no_two_saves_write_to_the_same_place(tmp_path) -> None:
+    saves = Saves(tmp_path, binary="b", model="m")
+    path = saves.path((1, 2))
+    parts = {saves.part(path) for _ in range(3)}
+    assert len(parts) == 3
+    assert all(f".{os.getpid()}-" in part.name and part.suffix == ".part" for part in parts)
+    assert path not in parts
+
+
+def test_what_a_writer_left_behind_is_removed_and_what_is_being_written_counts(tmp_path) -> None:
+    ages = {"warm-a.bin": 50, "warm-b.bin": 40, "warm-c.7-0.part": 30, "warm-d.7-1.part": 7200}
+    for name, age_s in ages.items():
+        path = tmp_path / name
+        path.write_bytes(b"x" * 100)
+        os.utime(path, (time.time() - age_s,) * 2)
+    prune(tmp_path, limit_bytes=300)
+    assert {p.name for p in tmp_path.iterdir()} == {"warm-a.bin", "warm-b.bin", "warm-c.7-0.part"}
+    prune(tmp_path, limit_bytes=200)
+    assert {p.name for p in tmp_path.iterdir()} == {"warm-b.bin", "warm-c.7-0.part"}

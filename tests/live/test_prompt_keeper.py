@@ -154,6 +154,18 @@ def test_a_clearing_under_load_fails_no_request_and_is_followed_by_a_warm_up(sta
     assert not front.said("is not warm")
 
 
+def test_what_was_not_reached_in_time_is_warmed_before_any_client_comes(start, tmp_path):
+    config = tmp_path / "serve.toml"
+    config.write_text("[warmup]\ndeadline_s = 1\n")
+    slow = ("--config", str(config), "--warm-prompts-concurrency", "1")
+    front = start(*slow, systems=(ONE, ONE + TWO), knobs="first_byte=0.4")
+    front.wait_said("not reached within 1 s (deadline_s)")
+    front.wait_said("put back while idle: warm prompt")
+    until(lambda: standing(front)["entry_count"] == 2, "both")
+    first, second = (set(entry["slots"]) for entry in standing(front)["entries"])
+    assert not first & second
+
+
 def test_without_warm_prompts_a_clearing_empties_the_slots_all_the_same(
     fake_llama, tiny_models, tmp_path
 ):
@@ -260,6 +272,8 @@ def test_what_a_real_llama_server_lost_in_its_sleep_is_put_back(start, real_llam
     until(lambda: "entering sleeping state" in front.client.get(url).text, "its sleep")
     cached(front, "who wakes it", OTHER)
     front.wait_said("put back while idle: warm prompt entry 1, entry 2")
+    slots = [slot for entry in standing(front)["entries"] for slot in entry["slots"]]
+    assert sorted(slots) == [0, 1, 2, 3]
     assert cached(front, "hello", TWO) >= standing(front)["entries"][1]["tokens"] - 1
 
 
@@ -305,18 +319,22 @@ def test_looking_at_a_plan_makes_no_folder(tmp_path, tiny_models, fake_llama):
     assert (tmp_path / "state/onebit/slots").is_dir()
 
 
+STANDING = Standing("entry 1", tokens=9, reused_tokens=9, proven=True)
+
+
 class Warmer:
-    """Says that one entry is due, and never ends to repair it."""
+    """Has one entry that is proven at first; its repairs never end where they are slow."""
 
     def __init__(self):
-        self.standings = (Standing("entry 1", tokens=9, reused_tokens=9, proven=True),)
+        self.standings = (STANDING,)
+        self.slow = True
         self.begun = trio.Event()
         self.ended = trio.Event()
         self.given_up = []
 
     @property
-    def repair_due(self):
-        return self.standings[0].evicted
+    def due(self):
+        return [0] if self.standings[0].evicted else []
 
     def used(self, index, count):
         self.standings = (self.standings[index].used(count),)
@@ -329,6 +347,9 @@ class Warmer:
 
     async def repair(self):
         self.begun.set()
+        if not self.slow:
+            self.standings = (STANDING,)
+            return
         try:
             await trio.sleep_forever()
         finally:
@@ -371,28 +392,95 @@ async def test_a_client_who_comes_cancels_a_repair_and_it_begins_again_when_idle
                 await warmer.begun.wait()
                 keeper.busy()
                 await warmer.ended.wait()
-        assert warmer.repair_due
+        assert warmer.due
 
 
-def test_an_entry_that_is_gone_after_every_repair_is_given_up(keeper):
-    keeper._in_vain = [3]
-    keeper.note(PATH, BODY, b'{"cache_n":0}')
+GONE, FOUND = b'{"cache_n":0}', b'{"cache_n":9}'
+WOKE = b"srv: server is exiting sleeping state\n"
+
+
+async def repaired(keeper):
+    keeper._warmer.slow = False
+    async with trio.open_nursery() as nursery:
+        keeper.idle(nursery)
+    assert not keeper._warmer.due
+
+
+async def test_an_entry_that_clients_find_gone_after_three_repairs_is_given_up(keeper):
+    keeper.note(PATH, BODY, GONE)
+    for _ in range(3):
+        assert not keeper._warmer.given_up
+        await repaired(keeper)
+        keeper.note(PATH, BODY, GONE)
+        keeper.note(PATH, BODY, GONE)  # before there was time to repair it
     assert keeper._warmer.given_up == [(0, "clients find it gone after 3 repairs")]
-    assert "repaired no more" in keeper._log.lines[0]
+    assert "repaired no more" in keeper._log.lines[-1]
 
 
-def test_one_hit_and_the_repairs_before_it_are_forgotten(keeper):
-    keeper._in_vain = [3]
-    keeper.note(PATH, BODY, b'{"cache_n":9}')
-    assert keeper._in_vain == [0]
+async def test_a_new_warm_up_gives_an_entry_that_was_given_up_three_repairs_again(keeper):
+    async def warm():
+        keeper._warmer.standings = (STANDING,)
+
+    keeper._warmer.warm = warm
+    for times in (1, 2):
+        keeper.note(PATH, BODY, GONE)
+        for _ in range(3):
+            await repaired(keeper)
+            keeper.note(PATH, BODY, GONE)
+        assert len(keeper._warmer.given_up) == times
+        async with trio.open_nursery() as nursery:
+            await keeper.rewarm(nursery, clear=False)
+
+
+async def test_one_hit_and_the_repairs_before_it_are_forgotten(keeper):
+    keeper.note(PATH, BODY, GONE)
+    for found in (GONE, GONE, FOUND, GONE, GONE):
+        await repaired(keeper)
+        keeper.note(PATH, BODY, found)
+        if found == FOUND:
+            keeper._warmer.lost_all()
     assert not keeper._warmer.given_up
+
+
+async def test_what_sleeps_took_is_put_back_however_often(keeper):
+    for _ in range(5):
+        keeper.hear(WOKE)
+        keeper.note(PATH, BODY, GONE)  # whose request woke it
+        await repaired(keeper)
+    assert not keeper._warmer.given_up
+
+
+async def test_a_warm_up_that_is_asked_for_forgets_no_clearing_that_still_waits(keeper):
+    done, asked, waits, busy = [], trio.Event(), trio.Event(), trio.Event()
+
+    async def clear():
+        waits.set()
+        await busy.wait()
+        done.append("cleared")
+
+    async def warm():
+        done.append("warm")
+        asked.set()
+
+    keeper._warmer.clear, keeper._warmer.warm = clear, warm
+    with trio.fail_after(10):
+        async with trio.open_nursery() as nursery:
+            await keeper.rewarm(nursery, clear=True)
+            await waits.wait()
+            await keeper.rewarm(nursery, clear=False)
+            busy.set()
+            await asked.wait()
+        assert done == ["cleared", "warm"]
+        async with trio.open_nursery() as nursery:
+            await keeper.rewarm(nursery, clear=False)
+    assert done == ["cleared", "warm", "warm"]
 
 
 def test_a_child_that_woke_has_lost_all(keeper):
     keeper.hear(b"srv: server is entering sleeping state\n")
-    assert not keeper._warmer.repair_due
+    assert not keeper._warmer.due
     keeper.hear(b"srv: server is exiting sleeping state\n")
-    assert keeper._warmer.repair_due
+    assert keeper._warmer.due
 
 
 async def test_prompts_are_at_work_from_the_first_thought_of_a_repair_to_its_end(keeper):

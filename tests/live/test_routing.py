@@ -237,6 +237,34 @@ def test_a_scorer_that_cannot_start_delays_nothing_for_ever(start: Start) -> Non
     assert "no-such-option" in scorer["cause"]
 
 
+def test_a_scorer_that_other_machines_could_reach_is_not_used(start: Start) -> None:
+    front = start("--any-host").ready()
+    assert route_of(front.post(CHAT, chat("fix this code"))) == "default - hrx"
+    assert front.said("beyond this machine: add --host 127.0.0.1")
+
+
+def test_a_scorer_that_answers_with_errors_for_ever_is_started_again(start: Start) -> None:
+    front = start("--failing", constants={"HANG_S": 0.5}).ready()
+    for number in range(3):
+        assert route_of(front.post(CHAT, chat(f"code {number}"))) == "default - hrx"
+    until(lambda: laya_of(front)["scorer"].get("restarts"), "a restart")
+
+
+def test_clients_that_leave_make_no_scorer_suspect(start: Start) -> None:
+    front = start("--hang", environment={"ONEBIT_LAYA_DEADLINE_S": "60"},
+                  constants={"_WARM_UP_S": 0.1}).ready()  # fmt: skip
+    for number in range(4):
+        with front.raw(request_bytes(CHAT, json.dumps(chat(f"code {number}")).encode())):
+            pass
+    assert laya_of(front)["failures"] == {}
+    assert laya_of(front)["asked"] == 0
+
+
+def test_an_explanation_of_nothing_is_refused(start: Start) -> None:
+    front = start().ready()
+    assert front.post("/v1/route", {}).status_code == 400
+
+
 @pytest.mark.parametrize(
     ("policy", "said"),
     [
@@ -314,6 +342,38 @@ def test_a_reload_takes_another_policy_over_and_keeps_what_is_known(
     assert route_of(front.post(CHAT, chat("fix this code"))) == "code 0.70 hrx"
     laya = laya_of(front)
     assert (laya["asked"], laya["scorer"]["pid"]) == (1, pid)
+
+
+def test_a_reload_that_moves_the_default_keeps_every_child_and_starts_the_new_default(
+    start: Start, tmp_path: Path
+) -> None:
+    front = start().ready()
+    first = state_of(front, "hrx")["pid"]
+    moved = {"default": "vulkan", "classes": {"code": {"device": "hrx"}}}
+    (tmp_path / "policy.json").write_text(json.dumps(moved))
+    done = front.post("/v1/reload").json()["reloaded"]
+    assert {"hrx", "vulkan"} <= set(done["kept"])
+    assert state_of(front, "vulkan")["state"] == "ready"
+    assert state_of(front, "hrx")["pid"] == first
+    assert route_of(front.post(CHAT, chat("hello there"))) == "default - vulkan"
+    os.kill(state_of(front, "vulkan")["pid"], signal.SIGKILL)
+    until(lambda: front.health().status_code == 503, "the default to be missed")
+    until(lambda: front.health().status_code == 200, "the default to be back")
+
+
+def test_a_reload_whose_new_default_does_not_start_changes_nothing(
+    start: Start, tmp_path: Path
+) -> None:
+    front = start(knobs=f"starts={tmp_path}/starts dead_at='|load:3'").ready()
+    moved = {"default": "vulkan", "classes": {}}
+    (tmp_path / "policy.json").write_text(json.dumps(moved))
+    refused = front.post("/v1/reload")
+    assert refused.status_code == 400
+    assert (
+        "vulkan, the default device's backend, did not start" in refused.json()["error"]["message"]
+    )
+    assert front.health().status_code == 200
+    assert route_of(front.post(CHAT, chat("hello there"))) == "default - hrx"
 
 
 def test_the_real_laya_serve_is_a_scorer(start: Start) -> None:

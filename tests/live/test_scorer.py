@@ -185,6 +185,26 @@ async def test_what_is_no_conversation_is_not_routed() -> None:
     assert router.tally.view()["routes"] == []
 
 
+async def test_an_opening_that_nobody_answered_is_asked_about_in_the_next_conversation() -> None:
+    scorer = HttpScorer(saying(GoneError("no connection"), ok(answer("code"))))
+    router = Router(ROUTES, scorer, deadline_s=1)
+    later = {"messages": [*json.loads(chat("hello"))["messages"], {"role": "assistant"}]}
+    first = await router.decide(CHAT, chat("hello"))
+    second = await router.decide(CHAT, json.dumps(later).encode())
+    assert (first.header, second.header) == ("default - hrx", "default - hrx")
+    assert second.remembered  # its cache is where the first turn went
+    assert (await router.decide(CHAT, chat("hello"))).header == "code 0.70 vulkan"
+    assert (router.tally.asked, router.tally.failures) == (2, {"down": 1})
+
+
+async def test_an_explanation_that_fails_is_not_counted_or_said() -> None:
+    said: list[str] = []
+    router = Router(ROUTES, HttpScorer(saying(Reply(500, b""))), deadline_s=1, say=said.append)
+    decision = await router.explain(CHAT, chat("hello"))
+    assert "Laya is down: it answered 500" in decision.why
+    assert (router.tally.asked, router.tally.failures, said) == (0, {}, [])
+
+
 async def test_an_explanation_is_neither_remembered_nor_counted() -> None:
     router = Router(ROUTES, HttpScorer(saying(ok(answer("code")))), deadline_s=1)
     decision = await router.explain(CHAT, chat("hello"))
@@ -232,9 +252,12 @@ async def test_a_slow_scorer_means_the_default_device_at_the_deadline(
         await trio.sleep(60)
 
     router = Router(ROUTES, HttpScorer(request), deadline_s=2)
+    missed = []
+    router.missed = lambda: missed.append(1)
     decision = await router.decide(CHAT, chat("hello"))
     assert decision.header == "default - hrx"
     assert router.tally.failures == {"slow": 1}
+    assert missed == [1]
     (row,) = router.tally.view()["routes"]
     assert row["decide_most_s"] == pytest.approx(2)
 
@@ -243,6 +266,7 @@ async def test_without_a_scorer_only_the_size_decides() -> None:
     router = Router(ROUTES, None, deadline_s=1)
     assert (await router.decide(CHAT, chat("hello"))).header == "default - hrx"
     assert (await router.decide(CHAT, chat("x" * 2000))).header == "long_doc - rocm"
+    assert (router.tally.asked, router.tally.failures) == (0, {})
     with pytest.raises(NoAnswerError):
         await router.warm_up()
 
