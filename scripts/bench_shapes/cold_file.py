@@ -11,7 +11,7 @@ from statistics import median
 
 import trio
 from _bench import Claim, environment, median_and_range, say, tiny_model
-from served import Part, serving
+from running import Part, serving
 
 from onebit_serve.core.report import Table
 from onebit_serve.live.prefetch import fetch

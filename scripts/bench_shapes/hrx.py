@@ -12,7 +12,7 @@ from statistics import median
 from typing import Any
 
 from _bench import Claim, environment, median_and_range, program, record, say, tiny_model
-from served import FIRST_ONLY, Part, forget, serving
+from running import FIRST_ONLY, Part, forget, serving
 
 from onebit_serve.core.choose import choose
 from onebit_serve.core.ladder import Costs, single, warms

@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from _bench import about, alone, claim_table, options, outcomes, say, write
 from cold_file import cold_file
 from hrx import built, collide, ready
-from served import Part
+from running import Part
 from vulkan import LENGTHS, discover, vulkan
 
 from onebit_serve.core.errors import OnebitError

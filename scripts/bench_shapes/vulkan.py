@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import median
 
 from _bench import Claim, environment, program, say, tiny_model
-from served import FIRST_ONLY, Part, Served, forget, serving
+from running import FIRST_ONLY, Part, Served, forget, serving
 
 from onebit_serve.core.errors import OnebitError
 from onebit_serve.core.report import Table
