@@ -76,6 +76,10 @@ async def unload_when_idle(backend: Backend, log: Log) -> None:
             log.say(f"{backend.plan.name} is stopped: no request for {idle_s:g} s (idle_s)")
 
 
+def _on_cpu(backend: Backend) -> bool:
+    return backend.plan.device == "cpu"
+
+
 def _idle_s(backend: Backend) -> float:
     """Return after how long without a request it is stopped; a reload may change that."""
     return backend.plan.limits.idle_s if backend.plan.lazy else 0.0
@@ -111,7 +115,7 @@ class Room:
         self._log = log
         self._nursery = nursery
         self._free = free or free_bytes
-        self._looking = trio.Lock()
+        self._looking = {True: trio.Lock(), False: trio.Lock()}  # one for the CPU's memory
         self._pending: set[Backend] = set()
         self._ordered: set[Backend] = set()
         self._beginning: set[Backend] = set()
@@ -155,11 +159,11 @@ class Room:
 
         GPUs share it under whatever name they are used; the CPU has its own, as far as we know.
         """
-        on_cpu = backend.plan.device == "cpu"
+        on_cpu = _on_cpu(backend)
         return [
             other
             for other in self._backends()
-            if other is not backend and other.plan.lazy and (other.plan.device == "cpu") == on_cpu
+            if other is not backend and other.plan.lazy and _on_cpu(other) == on_cpu
         ]
 
     def _others(self, backend: Backend) -> list[Backend]:
@@ -184,7 +188,7 @@ class Room:
             # its own memory, if it is on its way out, comes back first
             await backend.wait_for(lambda v: v.state is not State.STOPPING)
             while is_wanted() and not backend.view().state.live:
-                async with self._looking:
+                async with self._looking[_on_cpu(backend)]:
                     verdict = await self._look(backend)
                     if verdict is _ROOM and is_wanted():
                         self._begin(backend, by)
