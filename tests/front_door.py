@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 from llama_process import DEADLINE_S, free_port, received, until
 
-__all__ = ["CHAT", "Front", "Raw", "request_bytes"]
+__all__ = ["CHAT", "Front", "Raw", "lazy_backends", "request_bytes"]
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, "temperature": 0}
 _NOT_OURS = ("ONEBIT_", "LLAMA_", "GGML_", "FAKE_LLAMA", "SCRIPT_")
@@ -243,3 +243,23 @@ class Front:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
+
+
+_LISTED = "devices='GPU0: one (98304 MiB, 97520 MiB free);GPU1: two (98304 MiB, 97520 MiB free)'"
+
+
+def lazy_backends(
+    folder: Path, program: str, model: str, knobs: dict[str, str], *, keys: str = ""
+) -> Path:
+    """Write a configuration of a CPU that is the default and of lazy backends with knobs."""
+    tables = [f'[backend]\nmodel = "{model}"\nllama_server = "{program}"\n{keys}']
+    for name, said in {"cpu": "", **knobs}.items():
+        fake = f"rec={folder}/{name}.jsonl starts={folder}/{name}.starts {_LISTED} {said}"
+        lazy = "false" if name == "cpu" else "true"
+        tables.append(
+            f'[[backends]]\nname = "{name}"\ndevice = "{name}"\nalias = "m"\nlazy = {lazy}\n'
+            f"env = {{ FAKE_LLAMA = {json.dumps(fake)} }}"
+        )
+    file = folder / "serve.toml"
+    file.write_text("\n".join(tables))
+    return file

@@ -37,8 +37,8 @@ LAYOUT = re.findall(
     live.child live.pump live.upstream live.scorer live.saves
     live.prompt_backend live.prefix live.prompts live.probe
     live.shaper
-    live.pulse live.episode live.lease live.supervise live.idle live.house live.scorer_child
-    live.routing live.orders live.heartbeat live.relay
+    live.pulse live.episode live.lease live.supervise live.idle live.room live.house
+    live.scorer_child live.routing live.orders live.heartbeat live.relay
     live.hangup live.reaper live.connection live.desk live.door
     serve bench gate
     cli

@@ -14,9 +14,10 @@ from onebit_serve.core.life import State
 from onebit_serve.core.plan import BackendPlan, Plan
 from onebit_serve.core.view import BackendView
 from onebit_serve.core.wire import Refusal
-from onebit_serve.live.idle import Room, unload_when_idle
+from onebit_serve.live.idle import unload_when_idle
 from onebit_serve.live.log import Log
 from onebit_serve.live.logfile import LogFile
+from onebit_serve.live.room import Room
 from onebit_serve.live.spawn import Spawned
 from onebit_serve.live.supervise import Backend
 
