@@ -401,7 +401,7 @@ class Backend:
     def _bury(self, before: Life) -> None:
         episode, self._episode = self._episode, None
         self.prompts.gone()
-        self.shaper.gone()
+        self.shaper.gone(died=before.state is not State.STOPPING)
         self.output.end_line()
         if episode is None or episode.ended is None:
             self.ended = "never started"
@@ -425,7 +425,7 @@ class Backend:
             case machine.Stop() if episode:
                 episode.leave()
                 self.prompts.gone()
-                self.shaper.gone()
+                self.shaper.gone(died=self._life.broken)
                 for lease in self._leases:
                     lease.cut()
                 nursery.start_soon(episode.child.stop, self._stop_s)
@@ -457,7 +457,7 @@ class Backend:
             self._file.write(data)
 
     def _work(self) -> Work:
-        return tuple(lease.blocks for lease in self._leases) if self._leases else None
+        return (*(lease.blocks for lease in self._leases), *self.shaper.work) or None
 
     async def _pause(self, pause_s: float) -> None:
         number = self._life.starts
