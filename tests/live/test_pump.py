@@ -241,9 +241,7 @@ async def test_a_client_that_leaves_with_the_last_byte_has_had_it_all(way):
         nursery.start_soon(carry)
         await trio.testing.wait_all_tasks_blocked()
         way.backend_far.send(body)
-        way.client_far.settimeout(
-            BOUND_S
-        )  # the loop stands still, so that it hears of both at once
+        way.client_far.settimeout(BOUND_S)  # the loop stands still: it hears of both at once
         got = b""
         while len(got) < len(body):
             got += way.client_far.recv(100)
