@@ -71,6 +71,7 @@ class Backend:
         prompts: Its warm prompts.
         shaper: Warms its shapes.
         last_end_s: When its last request ended, on the monotonic clock.
+        adopted: Set when it goes on under another plan.
         starter: Starts it for a request; told who picked it.
     """
 
@@ -83,6 +84,7 @@ class Backend:
         self.prompts = PromptKeeper(plan, log)
         self.shaper = Shaper(plan, log, self.prompts)
         self._holds = 0
+        self.adopted = trio.Event()
         self._file = file
         self.ended = ""
         self._log = log
@@ -142,8 +144,9 @@ class Backend:
     def adopt(self, plan: BackendPlan) -> None:
         """Go on under a plan that asks for the same child."""
         self.plan = plan
+        adopted, self.adopted = self.adopted, trio.Event()
+        adopted.set()
         self._move_line()
-        self._wake()
 
     def want(self, by: str = "") -> None:
         """Ask for it to be running; one that is on its way already goes on.
