@@ -201,6 +201,12 @@ async def test_a_save_of_other_length_leaves_nothing_behind(told, tmp_path) -> N
     assert list(saves.directory.iterdir()) == []
 
 
+async def test_a_folder_of_saved_slots_that_became_a_file_is_no_fault(told, tmp_path) -> None:
+    saves = Saves(tmp_path / "slots", binary="b", model="m")
+    saves.directory.write_text("a file")
+    assert (await warmed(Backend(slots=(501, {})), told, saves=saves)).proven
+
+
 def test_only_the_owner_can_look_into_the_directory_of_saved_slots(tmp_path) -> None:
     loose = tmp_path / "slots"
     loose.mkdir(mode=0o755)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import threading
 
@@ -190,6 +191,37 @@ def test_a_killed_backend_is_warm_again_before_it_is_ready_and_the_counts_go_on(
     shown = wait_warm(front, 2)
     assert shown["hits"] == 1
     assert cached(front, "again") >= shown["entries"][0]["tokens"]
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_a_state_folder_that_somebody_removed_is_made_anew_for_the_next_child(
+    start, tmp_path, lazy
+):
+    config = tmp_path / "serve.toml"
+    config.write_text("[backend]\nlazy = true\n" if lazy else "")
+    front = start("--config", str(config))
+    state = tmp_path / "xdg" / "state"
+    shutil.rmtree(state)
+    if lazy:
+        cached(front, "hello")
+    else:
+        os.kill(front.backend()["pid"], signal.SIGKILL)
+    wait_warm(front, 1 if lazy else 2)
+    assert (state / "onebit" / "slots").stat().st_mode & 0o777 == 0o700
+
+
+def test_where_no_state_folder_can_be_made_the_backend_runs_without_saved_slots(start, tmp_path):
+    config = tmp_path / "serve.toml"
+    config.write_text("[warm_prompts]\nsave = true\n")
+    front = start("--config", str(config))
+    state = tmp_path / "xdg" / "state"
+    shutil.rmtree(state)
+    state.write_text("a file")
+    os.kill(front.backend()["pid"], signal.SIGKILL)
+    shown = wait_warm(front, 2)
+    assert {entry["source"] for entry in shown["entries"]} == {"prefill"}
+    (line,) = front.said("is started without --slot-save-path")
+    assert f"cannot keep saved slots in {state}/onebit/slots: Not a directory" in line
 
 
 def test_a_backend_that_starts_with_its_first_request_is_warm_for_it(start, tmp_path):
