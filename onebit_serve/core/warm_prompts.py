@@ -288,7 +288,8 @@ class Standing(msgspec.Struct, frozen=True):
         why: Why it was skipped or is not proven; empty otherwise.
         hits: Client requests since that reused it.
         tokens_saved: Tokens that those did not have to prefill.
-        evicted: A client request found it gone; it is repaired while idle.
+        evicted: It is repaired while idle: a client request found it gone, or it could not be
+            proven, or put there, for a reason that may pass.
     """
 
     label: str

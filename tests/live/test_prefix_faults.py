@@ -155,6 +155,109 @@ async def test_a_repair_of_a_backend_that_dies_raises_nothing(told) -> None:
     assert "the backend went away" in warmer.standings[0].why
 
 
+class Spoilt(Backend):
+    """A backend in which client traffic takes the slot before the first proofs come."""
+
+    def __init__(self, proofs):
+        super().__init__()
+        self.proofs = proofs
+
+    def completion(self, body):
+        if len(body["prompt"]) > 44 and self.proofs:
+            self.proofs -= 1
+            self.slots[body["id_slot"]] = []
+        return super().completion(body)
+
+
+async def test_what_traffic_kept_from_being_proven_is_due_and_a_repair_proves_it(told) -> None:
+    # Where one proof is spoilt, the second finds what the first one left.
+    assert (await warmed(Spoilt(1), told)).proven
+    warmer = PromptWarmer(Spoilt(2), ENTRIES, say=told.append)
+    await warmer.warm()
+    assert (warmer.standings[0].proven, warmer.due) == (False, [0])
+    assert await warmer.repair() == 1
+    assert (warmer.standings[0].proven, warmer.standings[0].why, warmer.due) == (True, "", [])
+
+
+@pytest.mark.parametrize(
+    "answers",
+    [
+        {"completion": {"timings": {"cache_n": 0}}},
+        {"completion": (500, {"error": {"message": "Compute error."}})},
+        {"props": (404, {})},
+    ],
+)
+async def test_what_no_repair_can_prove_is_left_alone_after_three(answers, told) -> None:
+    backend = Backend(**answers)
+    warmer = PromptWarmer(backend, ENTRIES, say=told.append)
+    await warmer.warm()
+    for _ in range(3):
+        assert (warmer.due, warmer.standings[0].evicted) == ([0], True)
+        assert await warmer.repair() == 1
+    asked = len(backend.asked)
+    assert (await warmer.repair(), warmer.standings[0].evicted) == (0, False)
+    assert len(backend.asked) == asked
+    await warmer.warm()
+    assert warmer.due == [0]
+
+
+async def test_what_a_template_or_the_room_refuses_is_not_tried_again(told) -> None:
+    for answers in (
+        {"apply_template": (400, {})},
+        {
+            "props": {
+                "total_slots": 1,
+                "default_generation_settings": {"n_ctx": 20},
+                "chat_template": "x",
+            }
+        },
+    ):
+        warmer = PromptWarmer(Backend(**answers), ENTRIES, say=told.append)
+        await warmer.warm()
+        assert warmer.due == []
+
+
+class Failing(Backend):
+    """A backend whose first prefills and proofs fail."""
+
+    def __init__(self, times, *, by_reset):
+        super().__init__()
+        self.times = times
+        self.by_reset = by_reset
+
+    def completion(self, body):
+        if not self.times:
+            return super().completion(body)
+        self.times -= 1
+        if self.by_reset:
+            raise GoneError("connection reset")
+        return 500, {"error": {"message": "Compute error."}}
+
+
+@pytest.mark.parametrize("by_reset", [False, True])
+async def test_one_failure_is_tried_again_at_once_and_more_while_idle(by_reset, told) -> None:
+    warmer = PromptWarmer(Failing(1, by_reset=by_reset), ENTRIES, say=told.append)
+    await warmer.warm()
+    assert (warmer.standings[0].proven, warmer.standings[0].slots) == (True, (0, 1))
+    warmer = PromptWarmer(Failing(2, by_reset=by_reset), ENTRIES, say=told.append)
+    await warmer.warm()
+    assert (warmer.standings[0].proven, warmer.due) == (False, [0])
+    assert await warmer.repair() == 1
+    assert (warmer.standings[0].proven, warmer.due) == (True, [])
+
+
+async def test_a_repair_that_a_client_cancelled_counts_as_no_try(told) -> None:
+    backend = Backend(completion={"timings": {"cache_n": 0}})
+    warmer = PromptWarmer(backend, ENTRIES, say=told.append)
+    await warmer.warm()
+    for _ in range(4):
+        with trio.CancelScope() as scope:
+            scope.cancel()
+            await warmer.repair()
+        assert scope.cancelled_caught
+    assert warmer.due == [0]
+
+
 async def test_a_template_nobody_knows_is_rendered_twice_a_while_apart(
     told,
     autojump_clock,  # noqa: ARG001  # pytest-trio looks for it among the arguments

@@ -160,6 +160,38 @@ def test_what_was_not_reached_in_time_is_warmed_before_any_client_comes(start, t
     assert not first & second
 
 
+@pytest.mark.parametrize(
+    ("failure", "while_idle"),
+    [("500@2", False), ("reset@2", False), ("500@2-3", True)],
+)
+def test_failures_that_pass_leave_no_prompt_cold(start, failure, while_idle):
+    front = start(knobs=f"fail={failure}")
+    until(lambda: standing(front)["entry_count"] == 2, "both prompts")
+    assert bool(front.said("put back while idle")) is while_idle
+
+
+def test_what_load_kept_from_being_proven_is_put_back_while_idle(start):
+    front = start(knobs="pps=3000 tps=200")
+    stop = threading.Event()
+
+    def load(number):
+        with httpx.Client(trust_env=False, timeout=DEADLINE_S) as client:
+            while not stop.is_set():
+                client.post(front.url + PATH, json=ask(f"{number}", f"{number} {OTHER}"))
+
+    threads = [threading.Thread(target=load, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    try:
+        front.client.delete("/v1/cache/prefix")
+        until(lambda: len(front.said(DONE)) == 2, "the warm-up behind the traffic")
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    until(lambda: standing(front)["entry_count"] == 2, "both prompts")
+
+
 def test_without_warm_prompts_a_clearing_empties_the_slots_all_the_same(
     fake_llama, tiny_models, tmp_path
 ):

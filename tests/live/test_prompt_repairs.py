@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 import trio
 
@@ -171,6 +172,41 @@ async def test_a_warm_up_that_is_asked_for_forgets_no_clearing_that_still_waits(
         async with trio.open_nursery() as nursery:
             await keeper.rewarm(nursery, clear=False)
     assert done == ["cleared", "warm", "warm"]
+
+
+async def test_what_a_warm_up_left_over_is_repaired_though_no_client_comes_any_more(keeper):
+    keeper._warmer.slow = False
+
+    async def warm():
+        keeper._warmer.lost_all()
+
+    keeper._warmer.warm = warm
+    async with trio.open_nursery() as nursery:
+        keeper.busy()
+        await keeper.rewarm(nursery, clear=False)
+    assert keeper._warmer.due
+    async with trio.open_nursery() as nursery:
+        keeper.idle(nursery)
+        await keeper.rewarm(nursery, clear=False)
+    assert not keeper._warmer.due
+
+
+async def test_what_a_repair_could_not_prove_is_tried_again_until_it_is_given_up(keeper):
+    tries = []
+
+    async def repair():
+        tries.append(1)
+        unproven = msgspec.structs.replace(STANDING, proven=False, why="0 of 9", evicted=True)
+        keeper._warmer.standings = (
+            msgspec.structs.replace(unproven, evicted=False) if len(tries) == 3 else unproven,
+        )
+
+    keeper._warmer.repair = repair
+    keeper.note(PATH, BODY, GONE)
+    async with trio.open_nursery() as nursery:
+        keeper.idle(nursery)
+    assert len(tries) == 3
+    assert keeper._log.lines == ["warm prompt entry 1 is repaired no more: 0 of 9"]
 
 
 def test_a_child_that_woke_has_lost_all(keeper):
