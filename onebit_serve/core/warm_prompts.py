@@ -117,7 +117,7 @@ def parse(text: str | bytes, where: str) -> tuple[Entry, ...]:
     """
     try:
         data = msgspec.json.decode(text)
-    except (msgspec.DecodeError, UnicodeDecodeError) as fault:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as fault:
         raise UsageError(
             f"{where} is not JSON: {fault}",
             hint='a list of lists of messages, as [[{"role": "system", "content": "..."}]]',

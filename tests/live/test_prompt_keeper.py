@@ -282,6 +282,15 @@ def test_a_reload_reads_the_file_again_and_a_bad_one_changes_nothing(start, tmp_
     refused = front.post("/v1/reload")
     assert refused.status_code == 400
     assert "entry 1 has no messages" in refused.json()["error"]["message"]
+    (tmp_path / "prompts.json").write_text("[" * 5000)
+    refused = front.post("/v1/reload")
+    assert refused.status_code == 400
+    assert "is not JSON" in refused.json()["error"]["message"]
+    (tmp_path / "prompts.json").unlink()
+    os.mkfifo(tmp_path / "prompts.json")
+    refused = front.post("/v1/reload")
+    assert refused.status_code == 400
+    assert "not a regular file" in refused.json()["error"]["message"]
     assert standing(front)["entry_count"] == 3
 
 
