@@ -290,6 +290,7 @@ class Standing(msgspec.Struct, frozen=True):
         tokens_saved: Tokens that those did not have to prefill.
         evicted: It is repaired while idle: a client request found it gone, or it could not be
             proven, or put there, for a reason that may pass.
+        same_as: The label of an earlier entry that renders alike, so that both are one prompt.
     """
 
     label: str
@@ -302,6 +303,7 @@ class Standing(msgspec.Struct, frozen=True):
     hits: int = 0
     tokens_saved: int = 0
     evicted: bool = False
+    same_as: str = ""
 
     def used(self, cached_tokens: int) -> Standing:
         """Return the standing after a client request of this entry that reused so many tokens."""
@@ -328,7 +330,7 @@ class Totals(msgspec.Struct, frozen=True):
 
     Args:
         entry_count: Entries that are proven.
-        tokens: Their prefix tokens.
+        tokens: Their prefix tokens; those that render alike count once.
         hits: Client requests that reused one.
         tokens_saved: Tokens that were not prefilled for clients.
     """
@@ -344,7 +346,7 @@ def totals(standings: Sequence[Standing]) -> Totals:
     proven = [s for s in standings if s.proven]
     return Totals(
         entry_count=len(proven),
-        tokens=sum(s.tokens for s in proven),
+        tokens=sum({s.same_as or s.label: s.tokens for s in proven}.values()),
         hits=sum(s.hits for s in standings),
         tokens_saved=sum(s.tokens_saved for s in standings),
     )

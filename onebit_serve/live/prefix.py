@@ -239,7 +239,8 @@ class PromptWarmer:
             if prefix and first_of[prefix] != index:
                 same = self.standings[first_of[prefix]]
                 own = self.standings[index]
-                self._set(index, msgspec.structs.replace(same, label=own.label).carried(own))
+                twin = msgspec.structs.replace(same, label=own.label, same_as=same.label)
+                self._set(index, twin.carried(own))
 
     async def _warm_pinned(
         self,

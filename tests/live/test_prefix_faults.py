@@ -16,7 +16,8 @@ from onebit_serve.live.prompt_backend import PromptBackend
 from onebit_serve.live.saves import Saves, private_directory, prune
 from onebit_serve.live.upstream import GoneError
 
-ENTRIES = parse('[[{"role": "system", "content": "Be brief and kind, and say so."}]]', "-")
+SYSTEM = {"role": "system", "content": "Be brief and kind, and say so."}
+ENTRIES = parse(json.dumps([[SYSTEM]]), "-")
 GARBAGE = {"error": {"message": "output that does not match the expected Content-only format"}}
 
 
@@ -89,6 +90,13 @@ async def test_a_backend_that_does_all_is_proven(told) -> None:
     assert (standing.proven, standing.slots, standing.source) == (True, (0, 1), "prefill")
     assert standing.tokens == standing.reused_tokens == len("<system><user>") + 30
     assert told == [told[-1]]
+
+
+async def test_the_tokens_of_entries_that_render_alike_are_counted_once(told) -> None:
+    warmer = PromptWarmer(Backend(), parse(json.dumps([[SYSTEM]] * 3), "-"), say=told.append)
+    await warmer.warm()
+    assert [one.same_as for one in warmer.standings] == ["", "entry 1", "entry 1"]
+    assert "3 completed, 0 skipped, 44 prompt tokens" in told[-1]
 
 
 @pytest.mark.parametrize(
