@@ -29,12 +29,12 @@ LAYOUT = re.findall(
     core.life core.wire core.route core.view core.admit
     core.access core.request_id core.metrics core.memory core.news
     core.score core.results core.cells core.report core.gate
-    live.listener live.leftovers live.driver_caches live.spawn live.logfile live.log live.ring
-    live.notify
+    live.files live.listener live.leftovers live.driver_caches live.saves live.spawn
+    live.logfile live.log live.ring live.notify
     live.doorkeeper
     live.free_memory
     live.cache live.asking live.machine live.device_lock live.history live.prefetch
-    live.child live.pump live.upstream live.scorer live.saves
+    live.child live.pump live.upstream live.scorer
     live.prompt_backend live.prefix live.prompts live.probe
     live.shaper
     live.pulse live.episode live.lease live.supervise live.idle live.room live.house

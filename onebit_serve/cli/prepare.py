@@ -18,6 +18,7 @@ from onebit_serve.core.plan import Found
 from onebit_serve.core.prompt_plan import PromptFile
 from onebit_serve.core.routing import wanted
 from onebit_serve.live import doorkeeper, machine
+from onebit_serve.live.files import check_regular, read_regular
 
 __all__ = ["Prepared", "prepare", "read_config"]
 
@@ -56,6 +57,7 @@ def prepare(
     *,
     starts: bool = False,
     anew: bool = False,
+    again: bool = False,
 ) -> Prepared:
     """Check a command line against files and programs, and plan its run.
 
@@ -64,13 +66,14 @@ def prepare(
         environment: The user's environment.
         starts: The plan will be carried out: folders that it needs are made.
         anew: Programs are asked for their devices now, whatever they said last time.
+        again: It is a reload: what was a pipe at the start cannot be read once more.
 
     Raises:
         UsageError: Anything that cannot work.
     """
     # Which options are the backend's depends on which backend it is, and that on our own options.
     request = flags.read(words, None)
-    config = _settle(request, environment)
+    config = _settle(request, environment, again=again)
     if config.backends:
         if request.child:
             raise UsageError(
@@ -82,14 +85,14 @@ def prepare(
         one = _look(config.backend, request, environment, anew=anew)
         if request.unchecked:
             request = flags.read(words, one.binary.options)
-            config = _settle(request, environment)
+            config = _settle(request, environment, again=again)
             one = _look(config.backend, request, environment, anew=anew)
         args = (*one.backend.args, *request.child)
         backend = msgspec.structs.replace(one.backend, args=args)
         config = msgspec.structs.replace(config, backend=backend)
         found = (msgspec.structs.replace(one, backend=backend),)
     prompts = _prompts(config, environment, make_folder=starts and not request.dry_run)
-    access, warning = doorkeeper.rules(config.server, environment)
+    access, warning = doorkeeper.rules(config.server, environment, again=again)
 
     def decide(ones: tuple[Found, ...]) -> plan.Plan:
         made = plan.make(
@@ -161,13 +164,19 @@ def _look(
     return Found(backend=backend, binary=binary, model=model, libhsa=libhsa)
 
 
-def read_config(path: str) -> Config:
+def read_config(path: str, *, again: bool = False) -> Config:
     """Read a configuration file.
+
+    Args:
+        path: Where; at the first time it may be a pipe.
+        again: It was read before.
 
     Raises:
         ConfigError: It cannot be read, is no UTF-8 text, or says something that cannot be used.
     """
     try:
+        if again:
+            check_regular(Path(path))
         text = Path(path).read_bytes().decode("utf-8-sig")
     except FileNotFoundError:
         raise ConfigError(
@@ -184,7 +193,10 @@ def read_config(path: str) -> Config:
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(
-            f"--config {path} cannot be read: {reason}", hint="check its owner and mode"
+            f"--config {path} cannot be read: {reason}",
+            hint="a reload reads regular files only; check also its owner and mode"
+            if again
+            else "check its owner and mode",
         ) from None
     return settings.parse(text, path)
 
@@ -199,7 +211,7 @@ def _prompts(config: Config, environment: Mapping[str, str], *, make_folder: boo
 
     where = f"--warm-prompts {name}"
     try:
-        entries = parse(Path(name).expanduser().read_bytes(), where)
+        entries = parse(read_regular(name), where)
     except OSError as error:
         raise UsageError(
             f"{where} cannot be read: {error.strerror}",
@@ -216,8 +228,8 @@ def _prompts(config: Config, environment: Mapping[str, str], *, make_folder: boo
     return PromptFile(entries, str(folder or ""))
 
 
-def _settle(request: flags.Request, environment: Mapping[str, str]) -> Config:
-    config = read_config(request.config) if request.config is not None else Config()
+def _settle(request: flags.Request, environment: Mapping[str, str], *, again: bool) -> Config:
+    config = Config() if request.config is None else read_config(request.config, again=again)
     config = settings.with_environment(config, environment)
     if request.embedded:
         program, model = machine.embedded()

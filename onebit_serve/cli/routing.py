@@ -15,6 +15,7 @@ from onebit_serve.core.plan import LIBHSA_VARIABLE, BackendPlan, Found, Plan
 from onebit_serve.core.policy import Policy, parse_policy, resolve
 from onebit_serve.core.routing import RoutingPlan, ScorerWish
 from onebit_serve.core.scorers import scorer_plan
+from onebit_serve.live.files import read_regular
 
 __all__ = ["describe", "keep_used", "route", "spread"]
 
@@ -133,7 +134,7 @@ def _policy(settings: Laya, names: set[str], usable: Sequence[str]) -> Policy:
     if settings.policy is None:
         return Policy(usable[0])
     try:
-        text = Path(settings.policy).expanduser().read_bytes()
+        text = read_regular(settings.policy)
     except OSError as error:
         raise ConfigError(
             f"--route-policy {settings.policy} cannot be read: {error.strerror}",

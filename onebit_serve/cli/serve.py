@@ -51,7 +51,7 @@ def _start(words: tuple[str, ...]) -> int:
     from onebit_serve.serve import run  # trio and the front door, while the children load
 
     def replan() -> Plan:
-        return prepare(words, os.environ, starts=True).plan
+        return prepare(words, os.environ, starts=True, again=True).plan
 
     return run(plan, prepared.access, listener, replan, early)
 

@@ -284,7 +284,7 @@ def parse(text: str, where: str) -> Config:
 
     try:
         document = tomli.loads(text)
-    except tomli.TOMLDecodeError as error:
+    except (tomli.TOMLDecodeError, RecursionError) as error:
         raise ConfigError(f"{where} is not TOML: {error}", hint="see configs/serve.toml") from None
     config = Config()
     several = document.pop("backends", None)

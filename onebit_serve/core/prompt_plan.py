@@ -18,7 +18,7 @@ from onebit_serve.core.facts import BinaryFacts, ModelFacts
 from onebit_serve.core.kv_cache import bytes_per_token, types_of
 from onebit_serve.core.warm_prompts import Entry
 
-__all__ = ["PromptFile", "PromptPlan", "equip", "plan_prompts"]
+__all__ = ["PromptFile", "PromptPlan", "equip", "plan_prompts", "without_folder"]
 
 _SLOTS = 4  # llama-server's own number (b10068)
 _HOST_MIB = 8192  # llama-server's default of `--cache-ram` (b10068)
@@ -46,6 +46,7 @@ class PromptPlan(msgspec.Struct, frozen=True):
         host_bytes: Limit of its host cache in bytes; 0 is none, `None` no limit.
         token_bytes: Memory of one cached token in bytes; `None` where unknown.
         save_to: The folder where slots are saved after warming, or empty.
+        folder: The folder that its program gets from us, and does not start without; or empty.
     """
 
     entries: tuple[Entry, ...] = ()
@@ -53,6 +54,7 @@ class PromptPlan(msgspec.Struct, frozen=True):
     host_bytes: int | None = _HOST_MIB << 20
     token_bytes: int | None = None
     save_to: str = ""
+    folder: str = ""
 
 
 def equip(
@@ -101,7 +103,14 @@ def plan_prompts(
         host_bytes=host_bytes,
         token_bytes=_token_bytes(model, arguments),
         save_to=folder if settings.save else "",
+        folder=folder if folder == file.folder else "",  # one that the user names is the user's
     )
+
+
+def without_folder(command: Sequence[str]) -> list[str]:
+    """Return a command line without the folder that `equip` put into it."""
+    at = command.index(_FOLDER) if _FOLDER in command else len(command)
+    return [*command[:at], *command[at + 2 :]]
 
 
 def _host_bytes(

@@ -117,7 +117,7 @@ def parse(text: str | bytes, where: str) -> tuple[Entry, ...]:
     """
     try:
         data = msgspec.json.decode(text)
-    except (msgspec.DecodeError, UnicodeDecodeError) as fault:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as fault:
         raise UsageError(
             f"{where} is not JSON: {fault}",
             hint='a list of lists of messages, as [[{"role": "system", "content": "..."}]]',
@@ -288,7 +288,9 @@ class Standing(msgspec.Struct, frozen=True):
         why: Why it was skipped or is not proven; empty otherwise.
         hits: Client requests since that reused it.
         tokens_saved: Tokens that those did not have to prefill.
-        evicted: A client request found it gone; it is repaired while idle.
+        evicted: It is repaired while idle: a client request found it gone, or it could not be
+            proven, or put there, for a reason that may pass.
+        same_as: The label of an earlier entry that renders alike, so that both are one prompt.
     """
 
     label: str
@@ -301,6 +303,7 @@ class Standing(msgspec.Struct, frozen=True):
     hits: int = 0
     tokens_saved: int = 0
     evicted: bool = False
+    same_as: str = ""
 
     def used(self, cached_tokens: int) -> Standing:
         """Return the standing after a client request of this entry that reused so many tokens."""
@@ -327,7 +330,7 @@ class Totals(msgspec.Struct, frozen=True):
 
     Args:
         entry_count: Entries that are proven.
-        tokens: Their prefix tokens.
+        tokens: Their prefix tokens; those that render alike count once.
         hits: Client requests that reused one.
         tokens_saved: Tokens that were not prefilled for clients.
     """
@@ -343,7 +346,7 @@ def totals(standings: Sequence[Standing]) -> Totals:
     proven = [s for s in standings if s.proven]
     return Totals(
         entry_count=len(proven),
-        tokens=sum(s.tokens for s in proven),
+        tokens=sum({s.same_as or s.label: s.tokens for s in proven}.values()),
         hits=sum(s.hits for s in standings),
         tokens_saved=sum(s.tokens_saved for s in standings),
     )

@@ -132,6 +132,12 @@ class Episode:
         caches = describe(plan.caches, made.caches_found, made.caches_lacking)
         if caches:
             log.say(f"{plan.name}: {caches}", backend=plan.name)
+        if made.slots_lacking:
+            log.warning(
+                f"{plan.name} is started without --slot-save-path, so that no slots are saved or "
+                f"restored: {made.slots_lacking}",
+                backend=plan.name,
+            )
         return episode
 
     def hear(self) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -30,6 +30,8 @@ __all__ = ["PromptWarmer"]
 
 # Renderings this far apart differ when a template writes seconds.
 _CLOCK_GAP_S = 1.1
+# Repairs in a row after which an entry that none of them could prove is left alone.
+_TRIES = 3
 
 
 class PromptWarmer:
@@ -64,6 +66,7 @@ class PromptWarmer:
         # it has not got yet.
         self._homes: tuple[tuple[int, ...], ...] | None = None
         self._missing = [0] * len(self.entries)
+        self._tries = [0] * len(self.entries)  # repairs in a row that proved nothing
         self._concurrency = concurrency
         self._host_bytes = host_bytes
         self._token_bytes = token_bytes
@@ -87,11 +90,12 @@ class PromptWarmer:
         started_s = trio.current_time()
         before = self.standings
         self.standings = tuple(Standing(e.label).carried(b) for e, b in self._pairs(before))
+        self._tries = [0] * len(self.entries)
         try:
             props = await self._backend.look()
         except RefusedError as refusal:
             for index in range(len(self.entries)):
-                self._refuse(index, str(refusal))
+                self._refuse(index, str(refusal), again=True)
         else:
             with trio.move_on_after(limit_s) as scope:
                 await self._warm_all(props)
@@ -115,6 +119,7 @@ class PromptWarmer:
         except RefusedError as refusal:
             for index in due:
                 self._refuse(index, str(refusal))
+                self._count_try(index)
             return len(due)
         if self._homes is None:  # the time was over before there was a plan
             for index in due:
@@ -123,6 +128,7 @@ class PromptWarmer:
             return len(due)
         for index in due:
             await self._repair_one(index, self._homes[index], props)
+            self._count_try(index)
         return len(due)
 
     async def clear(self) -> bool:
@@ -164,7 +170,7 @@ class PromptWarmer:
 
     @property
     def due(self) -> list[int]:
-        """Which entries are due for repair: found gone, or not yet in all the slots planned."""
+        """Which entries are due for repair: gone, not proven, or not yet in all slots planned."""
         return [
             index
             for index, one in enumerate(self.standings)
@@ -175,6 +181,14 @@ class PromptWarmer:
         for index, standing in enumerate(self.standings):
             if not standing.proven and not standing.why:
                 self._update(index, evicted=True, why=why)
+
+    def _count_try(self, index: int) -> None:
+        """Note that a repair is over; what it did not prove is due again, but not for ever."""
+        if self.standings[index].proven:
+            self._tries[index] = 0
+            return
+        self._tries[index] += 1
+        self._update(index, evicted=self._tries[index] < _TRIES)
 
     # -------------------------------------------------------------------------- the whole
 
@@ -225,7 +239,8 @@ class PromptWarmer:
             if prefix and first_of[prefix] != index:
                 same = self.standings[first_of[prefix]]
                 own = self.standings[index]
-                self._set(index, msgspec.structs.replace(same, label=own.label).carried(own))
+                twin = msgspec.structs.replace(same, label=own.label, same_as=same.label)
+                self._set(index, twin.carried(own))
 
     async def _warm_pinned(
         self,
@@ -267,9 +282,9 @@ class PromptWarmer:
         for index in reversed(passing):
             standing = self.standings[index]
             if gone:
-                self._update(index, source="none", why=standing.why or gone)
+                self._update(index, source="none", why=standing.why or gone, evicted=False)
             elif not standing.why:
-                await self._prove(index, prefixes[index], ())
+                await self._twice(index, prefixes[index], self._prove, ())
                 now = self.standings[index]
                 if not now.proven and 2 * now.reused_tokens < now.tokens:
                     gone = f"the prompt cache has lost {now.label}, which was put there later"
@@ -286,7 +301,8 @@ class PromptWarmer:
                 self._update(index, slots=(), source="none", proven=False, why="")
             if not homes:
                 await self._fill(index, prefix, ())
-                await self._prove(index, prefix, ())
+                if not self.standings[index].why:
+                    await self._twice(index, prefix, self._prove, ())
             # What a client found gone comes back once; that leaves most to the conversations.
             for _ in range(max(1, self._missing[index]) if homes else 0):
                 slot = await self._slot_to_take(index, homes, props)
@@ -305,16 +321,34 @@ class PromptWarmer:
 
     async def _fill(self, index: int, prefix: tuple[int, ...], slots: tuple[int, ...]) -> None:
         """Put one prefix into a slot; with a slot given, prove it there too."""
-        slot = slots[0] if slots else -1
+        if await self._twice(index, prefix, self._put, slots) and slots:
+            self._missing[index] = max(0, self._missing[index] - 1)
+
+    async def _twice(
+        self,
+        index: int,
+        prefix: tuple[int, ...],
+        work: Callable[[int, tuple[int, ...], tuple[int, ...]], Awaitable[None]],
+        slots: tuple[int, ...],
+    ) -> bool:
+        """Do something for an entry, once more where it fails: one failure is often chance."""
+        with contextlib.suppress(RefusedError):
+            await work(index, prefix, slots)
+            return True
         try:
-            restored = bool(slots) and await self._backend.restore(prefix, slot)
-            if not restored:
-                await self._backend.complete(prefix, slot)
-                if slots:
-                    await self._backend.save(prefix, slot)
+            await work(index, prefix, slots)
         except RefusedError as refusal:
-            self._refuse(index, str(refusal), tokens=len(prefix))
-            return
+            self._refuse(index, str(refusal), tokens=len(prefix), again=True)
+            return False
+        return True
+
+    async def _put(self, index: int, prefix: tuple[int, ...], slots: tuple[int, ...]) -> None:
+        slot = slots[0] if slots else -1
+        restored = bool(slots) and await self._backend.restore(prefix, slot)
+        if not restored:
+            await self._backend.complete(prefix, slot)
+            if slots:
+                await self._backend.save(prefix, slot)
         before = self.standings[index]
         self._update(
             index,
@@ -324,43 +358,40 @@ class PromptWarmer:
             source="disk" if restored and before.source != "prefill" else "prefill",
         )
         if slots:
-            self._missing[index] = max(0, self._missing[index] - 1)
             await self._prove(index, prefix, slots)
 
     async def _prove(self, index: int, prefix: tuple[int, ...], slots: tuple[int, ...]) -> None:
         """Ask as a client would, and believe only the backend's own count."""
         slot = slots[0] if slots else -1
         entry = self.entries[index]
-        try:
-            cached = await self._backend.complete(
-                await self._asked(entry, prompts.PROOF_TEXTS[0]), slot
-            )
-            verdict = prompts.judge(len(prefix), [cached])
-            if not verdict.proven and slots:
-                # A restored sliding-window cache is worth nothing to its first request and all to
-                # its second (llama-server b10068): that first request was this one, then.
-                if self._saves and self.standings[index].source == "disk":
-                    self._saves.useless(self._saves.path(prefix))
-                again = await self._asked(entry, prompts.PROOF_TEXTS[1])
-                verdict = prompts.judge(len(prefix), [await self._backend.complete(again, slot)])
-                self._update(index, source="prefill")
-            if 0 < verdict.reused_tokens < len(prefix):
-                # A sliding window larger than the prefix: each request that differs leaves one
-                # token less to the next, so the proof's own loss is made good.
-                await self._backend.complete(prefix, slot)
-        except RefusedError as refusal:
-            self._refuse(index, str(refusal), tokens=len(prefix))
-            return
-        # Of several slots the worst counts.
+        cached = await self._backend.complete(
+            await self._asked(entry, prompts.PROOF_TEXTS[0]), slot
+        )
+        verdict = prompts.judge(len(prefix), [cached])
+        if not verdict.proven and slots:
+            # A restored sliding-window cache is worth nothing to its first request and all to
+            # its second (llama-server b10068): that first request was this one, then.
+            if self._saves and self.standings[index].source == "disk":
+                self._saves.useless(self._saves.path(prefix))
+            again = await self._asked(entry, prompts.PROOF_TEXTS[1])
+            verdict = prompts.judge(len(prefix), [await self._backend.complete(again, slot)])
+            self._update(index, source="prefill")
+        if 0 < verdict.reused_tokens < len(prefix):
+            # A sliding window larger than the prefix: each request that differs leaves one
+            # token less to the next, so the proof's own loss is made good.
+            await self._backend.complete(prefix, slot)
+        # Of several slots the worst counts. Client traffic may have spoilt the proof, so that it
+        # is tried again; in the host cache that would push others out.
         before = self.standings[index]
+        proven = verdict.proven and not before.why
         self._update(
             index,
-            proven=verdict.proven and not before.why,
+            proven=proven,
             reused_tokens=min(verdict.reused_tokens, before.reused_tokens)
             if before.proven or before.why
             else verdict.reused_tokens,
             why=before.why or verdict.why,
-            evicted=False,
+            evicted=bool(slots) and not proven,
         )
 
     async def _prefix(self, entry: Entry, props: Props) -> tuple[int, ...]:
@@ -402,8 +433,9 @@ class PromptWarmer:
 
     # ------------------------------------------------------------------------------ small
 
-    def _refuse(self, index: int, why: str, *, tokens: int = 0) -> None:
-        gone = {"proven": False, "reused_tokens": 0, "source": "none", "evicted": False}
+    def _refuse(self, index: int, why: str, *, tokens: int = 0, again: bool = False) -> None:
+        """Note why an entry is not warm, and whether it is worth another try while idle."""
+        gone = {"proven": False, "reused_tokens": 0, "source": "none", "evicted": again}
         self._update(index, tokens=tokens, why=why, **gone)
 
     def _update(self, index: int, **changes: Any) -> None:

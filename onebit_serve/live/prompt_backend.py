@@ -135,13 +135,13 @@ class PromptBackend:
         if self._saves is None:
             return False
         path = self._saves.path(prefix)
-        if not path.is_file() or not path.stat().st_size:
+        if not self._saves.holds(path):
             return False
         reply = await self._slot_action(slot, "restore", path.name)
         if reply.get("n_restored") == len(prefix):
             self._saves.touch(path)
             return True
-        path.unlink(missing_ok=True)  # refused, or of other content: it will be written anew
+        self._saves.remove(path)  # refused, or of other content: it will be written anew
         return False
 
     async def save(self, prefix: tuple[int, ...], slot: int) -> None:
@@ -156,7 +156,7 @@ class PromptBackend:
         if reply.get("n_saved") == len(prefix):
             self._saves.adopt(part, path)
         else:
-            part.unlink(missing_ok=True)
+            self._saves.remove(part)
 
     async def _slot_action(self, slot: int, action: str, name: str) -> dict[str, Any]:
         body = msgspec.json.encode({"filename": name})

@@ -65,6 +65,7 @@ class PromptKeeper:
         self._in_vain = [0] * len(self._entries)
         self._put_back: set[int] = set()  # repaired, and no client came for it since
         self._lost_contact = False
+        self._nobody_waits = False
 
     def __repr__(self) -> str:
         return f"<PromptKeeper {self._plan.name}: {self._warmer}>"
@@ -142,12 +143,15 @@ class PromptKeeper:
 
     def busy(self) -> None:
         """Note that a client's request came: it goes first."""
-        if self._repair_scope is not None:
-            self._repair_scope.cancel()
-            self._repair_scope = None
+        self._nobody_waits = False
+        self._stop_repair()
 
     def idle(self, nursery: trio.Nursery) -> None:
         """Note that no client waits for the backend; repair what is due."""
+        self._nobody_waits = True
+        self._repair_if_due(nursery)
+
+    def _repair_if_due(self, nursery: trio.Nursery) -> None:
         due = self._warmer is not None and self._warmer.due
         if due and self._repair_scope is None:
             self._repair_scope = trio.CancelScope()
@@ -161,18 +165,30 @@ class PromptKeeper:
 
     async def _repair(self, scope: trio.CancelScope) -> None:
         with scope:
-            await trio.sleep(_IDLE_S)
-            async with self._lock:
-                warmer = self._warmer
-                if warmer is None:
-                    return
-                due = warmer.due
-                await warmer.repair()
-                self._put_back.update(due)
-                back = [warmer.standings[i].label for i in due if warmer.standings[i].proven]
-                if back:
-                    self._say(f"put back while idle: warm prompt {', '.join(back)}")
+            # what could not be proven is due again
+            while (warmer := self._warmer) is not None and warmer.due:
+                await trio.sleep(_IDLE_S)
+                async with self._lock:
+                    if warmer is self._warmer:
+                        await self._repair_once(warmer)
         if self._repair_scope is scope:
+            self._repair_scope = None
+
+    async def _repair_once(self, warmer: PromptWarmer) -> None:
+        due = warmer.due
+        await warmer.repair()
+        back = [i for i in due if warmer.standings[i].proven]
+        self._put_back.update(back)
+        if back:
+            labels = ", ".join(warmer.standings[i].label for i in back)
+            self._say(f"put back while idle: warm prompt {labels}")
+        for one in (warmer.standings[i] for i in due):
+            if not (one.proven or one.evicted):
+                self._say(f"warm prompt {one.label} is repaired no more: {one.why}")
+
+    def _stop_repair(self) -> None:
+        if self._repair_scope is not None:
+            self._repair_scope.cancel()
             self._repair_scope = None
 
     # ---------------------------------------------------------------------- what is asked for
@@ -187,17 +203,19 @@ class PromptKeeper:
             clear: Empty the slots first, busy ones when their request ends.
             wait_s: Seconds to wait for that at most.
         """
-        self.busy()
+        self._stop_repair()
         if self._rewarm_scope is not None:
             self._rewarm_scope.cancel()
         self._rewarm_scope = scope = trio.CancelScope()
         self._clear_due = self._clear_due or clear
         cleared = trio.Event()
-        nursery.start_soon(self._rewarm, scope, cleared)
+        nursery.start_soon(self._rewarm, scope, cleared, nursery)
         with trio.move_on_after(wait_s):
             await cleared.wait()
 
-    async def _rewarm(self, scope: trio.CancelScope, cleared: trio.Event) -> None:
+    async def _rewarm(
+        self, scope: trio.CancelScope, cleared: trio.Event, nursery: trio.Nursery
+    ) -> None:
         with scope:
             async with self._lock:
                 if self._warmer is not None and self._clear_due:
@@ -210,6 +228,8 @@ class PromptKeeper:
         cleared.set()
         if self._rewarm_scope is scope:
             self._rewarm_scope = None
+            if self._nobody_waits:  # the last client may have gone before this was over
+                self._repair_if_due(nursery)
 
     # ------------------------------------------------------------------------------- small
 

@@ -64,6 +64,17 @@ class Saves(msgspec.Struct, frozen=True):
         with contextlib.suppress(OSError):
             path.write_bytes(b"")
 
+    def holds(self, path: Path) -> bool:
+        """Say whether there is a state to restore."""
+        with contextlib.suppress(OSError):
+            return path.stat().st_size > 0
+        return False
+
+    def remove(self, path: Path) -> None:
+        """Remove a state, or what was written of it; the folder itself may be gone."""
+        with contextlib.suppress(OSError):
+            path.unlink()
+
     def touch(self, path: Path) -> None:
         """Note that a state was of use, since the longest unused are removed first."""
         with contextlib.suppress(OSError):

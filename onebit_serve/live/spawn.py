@@ -14,10 +14,13 @@ import socket
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import msgspec
 
+from onebit_serve.core.errors import UsageError
 from onebit_serve.core.plan import BackendPlan, Plan
+from onebit_serve.core.prompt_plan import without_folder
 from onebit_serve.live import driver_caches, leftovers
 
 __all__ = ["Spawned", "child_environment", "free_port", "launch", "spawn", "spawn_eager"]
@@ -39,6 +42,7 @@ class Spawned(msgspec.Struct, frozen=True):
         at_s: When it was started, on the monotonic clock.
         caches_found: Driver and runtime caches that held something before it was started.
         caches_lacking: Folders for them that cannot be made or written to.
+        slots_lacking: Why it was started without a folder for saved slots, or empty.
     """
 
     process: subprocess.Popen[bytes]
@@ -48,6 +52,7 @@ class Spawned(msgspec.Struct, frozen=True):
     at_s: float
     caches_found: tuple[str, ...] = ()
     caches_lacking: tuple[str, ...] = ()
+    slots_lacking: str = ""
 
 
 def spawn_eager(plan: Plan) -> dict[str, Spawned]:
@@ -77,9 +82,29 @@ def spawn(plan: BackendPlan) -> Spawned:
         key = environment["LLAMA_API_KEY"] = os.urandom(_KEY_BYTES).hex()
     caches_found = driver_caches.found(plan.caches)
     lacking = driver_caches.make_folders(plan.caches)  # one that cannot be made costs time only
+    command = plan.command(port)
+    slots_lacking = _slots_lacking(plan.prompts.folder)
+    if slots_lacking:
+        command = without_folder(command)
     at_s = time.monotonic()
-    launched = launch(plan.command(port), environment)
-    return Spawned(*launched, port, key, at_s, caches_found, lacking)
+    launched = launch(command, environment)
+    return Spawned(*launched, port, key, at_s, caches_found, lacking, slots_lacking)
+
+
+def _slots_lacking(folder: str) -> str:
+    """Make the folder for saved slots; return why that is impossible, or nothing.
+
+    Somebody may have removed it since the last start, and llama-server exits where it is missing.
+    """
+    if not folder:
+        return ""
+    from onebit_serve.live.saves import private_directory  # for those who have warm prompts
+
+    try:
+        private_directory(Path(folder))
+    except UsageError as error:
+        return error.message
+    return ""
 
 
 def free_port() -> int:

@@ -76,6 +76,7 @@ def test_settings_cannot_be_changed():
     ("text", "message", "hint"),
     [
         ("port = ", "serve.toml is not TOML", "configs/serve.toml"),
+        ("port = " + "[" * 5000, "serve.toml is not TOML", "configs/serve.toml"),
         ("port = 1", "has an unknown key port outside a table", "write port under [server]"),
         ("enabled = true", "unknown key enabled outside", "write enabled under [warmup]"),
         ("[server]\nport = 1\nport = 2", "serve.toml is not TOML", "configs/serve.toml"),

@@ -9,7 +9,7 @@ from onebit_serve.core import plan
 from onebit_serve.core.config import Backend, Config, WarmPrompts
 from onebit_serve.core.facts import BinaryFacts, ModelFacts
 from onebit_serve.core.plan import Found
-from onebit_serve.core.prompt_plan import PromptFile, PromptPlan
+from onebit_serve.core.prompt_plan import PromptFile, PromptPlan, without_folder
 from onebit_serve.core.warm_prompts import Entry
 
 FILE = PromptFile((Entry(({"role": "system", "content": "Be brief."},)),), "/state/slots")
@@ -104,3 +104,13 @@ def test_the_plan_says_how_much_at_once_and_what_a_token_takes():
     assert prompts.token_bytes == 2 * 2 * (16 + 16) * 2
     smaller = planned(args=("-ctk", "q8_0", "-ctv", "q4_1")).prompts
     assert smaller.token_bytes == 2 * 2 * 16 * (34 + 20) // 32
+
+
+def test_only_a_folder_of_ours_is_ours_to_make_and_to_leave_out():
+    ours = planned()
+    assert ours.prompts.folder == "/state/slots"
+    words = list(ours.arguments)
+    at = words.index("--slot-save-path")
+    assert without_folder(words) == words[:at] + words[at + 2 :]
+    assert planned(args=("--slot-save-path", "/mine")).prompts.folder == ""
+    assert without_folder(["-m", "m.gguf"]) == ["-m", "m.gguf"]

@@ -56,6 +56,7 @@ def test_thinking_both_is_two_entries() -> None:
     [
         ("nonsense", "p.json is not JSON"),
         (b"\xff\xfe", "p.json is not JSON"),
+        ("[" * 5000 + "]" * 5000, "p.json is not JSON"),
         ("{}", "the file holds an object"),
         ("[]", "the list is empty"),
         ("[3]", "entry 1 is a number"),

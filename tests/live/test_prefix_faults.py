@@ -16,7 +16,8 @@ from onebit_serve.live.prompt_backend import PromptBackend
 from onebit_serve.live.saves import Saves, private_directory, prune
 from onebit_serve.live.upstream import GoneError
 
-ENTRIES = parse('[[{"role": "system", "content": "Be brief and kind, and say so."}]]', "-")
+SYSTEM = {"role": "system", "content": "Be brief and kind, and say so."}
+ENTRIES = parse(json.dumps([[SYSTEM]]), "-")
 GARBAGE = {"error": {"message": "output that does not match the expected Content-only format"}}
 
 
@@ -91,6 +92,13 @@ async def test_a_backend_that_does_all_is_proven(told) -> None:
     assert told == [told[-1]]
 
 
+async def test_the_tokens_of_entries_that_render_alike_are_counted_once(told) -> None:
+    warmer = PromptWarmer(Backend(), parse(json.dumps([[SYSTEM]] * 3), "-"), say=told.append)
+    await warmer.warm()
+    assert [one.same_as for one in warmer.standings] == ["", "entry 1", "entry 1"]
+    assert "3 completed, 0 skipped, 44 prompt tokens" in told[-1]
+
+
 @pytest.mark.parametrize(
     ("answers", "why"),
     [
@@ -155,6 +163,109 @@ async def test_a_repair_of_a_backend_that_dies_raises_nothing(told) -> None:
     assert "the backend went away" in warmer.standings[0].why
 
 
+class Spoilt(Backend):
+    """A backend in which client traffic takes the slot before the first proofs come."""
+
+    def __init__(self, proofs):
+        super().__init__()
+        self.proofs = proofs
+
+    def completion(self, body):
+        if len(body["prompt"]) > 44 and self.proofs:
+            self.proofs -= 1
+            self.slots[body["id_slot"]] = []
+        return super().completion(body)
+
+
+async def test_what_traffic_kept_from_being_proven_is_due_and_a_repair_proves_it(told) -> None:
+    # Where one proof is spoilt, the second finds what the first one left.
+    assert (await warmed(Spoilt(1), told)).proven
+    warmer = PromptWarmer(Spoilt(2), ENTRIES, say=told.append)
+    await warmer.warm()
+    assert (warmer.standings[0].proven, warmer.due) == (False, [0])
+    assert await warmer.repair() == 1
+    assert (warmer.standings[0].proven, warmer.standings[0].why, warmer.due) == (True, "", [])
+
+
+@pytest.mark.parametrize(
+    "answers",
+    [
+        {"completion": {"timings": {"cache_n": 0}}},
+        {"completion": (500, {"error": {"message": "Compute error."}})},
+        {"props": (404, {})},
+    ],
+)
+async def test_what_no_repair_can_prove_is_left_alone_after_three(answers, told) -> None:
+    backend = Backend(**answers)
+    warmer = PromptWarmer(backend, ENTRIES, say=told.append)
+    await warmer.warm()
+    for _ in range(3):
+        assert (warmer.due, warmer.standings[0].evicted) == ([0], True)
+        assert await warmer.repair() == 1
+    asked = len(backend.asked)
+    assert (await warmer.repair(), warmer.standings[0].evicted) == (0, False)
+    assert len(backend.asked) == asked
+    await warmer.warm()
+    assert warmer.due == [0]
+
+
+async def test_what_a_template_or_the_room_refuses_is_not_tried_again(told) -> None:
+    for answers in (
+        {"apply_template": (400, {})},
+        {
+            "props": {
+                "total_slots": 1,
+                "default_generation_settings": {"n_ctx": 20},
+                "chat_template": "x",
+            }
+        },
+    ):
+        warmer = PromptWarmer(Backend(**answers), ENTRIES, say=told.append)
+        await warmer.warm()
+        assert warmer.due == []
+
+
+class Failing(Backend):
+    """A backend whose first prefills and proofs fail."""
+
+    def __init__(self, times, *, by_reset):
+        super().__init__()
+        self.times = times
+        self.by_reset = by_reset
+
+    def completion(self, body):
+        if not self.times:
+            return super().completion(body)
+        self.times -= 1
+        if self.by_reset:
+            raise GoneError("connection reset")
+        return 500, {"error": {"message": "Compute error."}}
+
+
+@pytest.mark.parametrize("by_reset", [False, True])
+async def test_one_failure_is_tried_again_at_once_and_more_while_idle(by_reset, told) -> None:
+    warmer = PromptWarmer(Failing(1, by_reset=by_reset), ENTRIES, say=told.append)
+    await warmer.warm()
+    assert (warmer.standings[0].proven, warmer.standings[0].slots) == (True, (0, 1))
+    warmer = PromptWarmer(Failing(2, by_reset=by_reset), ENTRIES, say=told.append)
+    await warmer.warm()
+    assert (warmer.standings[0].proven, warmer.due) == (False, [0])
+    assert await warmer.repair() == 1
+    assert (warmer.standings[0].proven, warmer.due) == (True, [])
+
+
+async def test_a_repair_that_a_client_cancelled_counts_as_no_try(told) -> None:
+    backend = Backend(completion={"timings": {"cache_n": 0}})
+    warmer = PromptWarmer(backend, ENTRIES, say=told.append)
+    await warmer.warm()
+    for _ in range(4):
+        with trio.CancelScope() as scope:
+            scope.cancel()
+            await warmer.repair()
+        assert scope.cancelled_caught
+    assert warmer.due == [0]
+
+
 async def test_a_template_nobody_knows_is_rendered_twice_a_while_apart(
     told,
     autojump_clock,  # noqa: ARG001  # pytest-trio looks for it among the arguments
@@ -199,6 +310,12 @@ async def test_a_save_of_other_length_leaves_nothing_behind(told, tmp_path) -> N
 
     assert (await warmed(Backend(slots=act), told, saves=saves)).proven
     assert list(saves.directory.iterdir()) == []
+
+
+async def test_a_folder_of_saved_slots_that_became_a_file_is_no_fault(told, tmp_path) -> None:
+    saves = Saves(tmp_path / "slots", binary="b", model="m")
+    saves.directory.write_text("a file")
+    assert (await warmed(Backend(slots=(501, {})), told, saves=saves)).proven
 
 
 def test_only_the_owner_can_look_into_the_directory_of_saved_slots(tmp_path) -> None:

@@ -4,24 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import threading
-from types import SimpleNamespace
 
 import httpx
 import pytest
-import trio
 from front_door import Front
 from llama_process import DEADLINE_S, until
 
 from onebit_serve.cli import main
 from onebit_serve.cli.prepare import prepare
 from onebit_serve.core.errors import UsageError
-from onebit_serve.core.plan import BackendPlan
-from onebit_serve.core.prompt_plan import PromptPlan
-from onebit_serve.core.warm_prompts import Entry, Standing
-from onebit_serve.live import prompts
-from onebit_serve.live.prompts import PromptKeeper
 
 ONE = "You review Rust code. Answer in the language of the question, and be brief. " * 6
 TWO = "Translate manuals from German into English, and keep all of their numbers. " * 6
@@ -166,6 +160,38 @@ def test_what_was_not_reached_in_time_is_warmed_before_any_client_comes(start, t
     assert not first & second
 
 
+@pytest.mark.parametrize(
+    ("failure", "while_idle"),
+    [("500@2", False), ("reset@2", False), ("500@2-3", True)],
+)
+def test_failures_that_pass_leave_no_prompt_cold(start, failure, while_idle):
+    front = start(knobs=f"fail={failure}")
+    until(lambda: standing(front)["entry_count"] == 2, "both prompts")
+    assert bool(front.said("put back while idle")) is while_idle
+
+
+def test_what_load_kept_from_being_proven_is_put_back_while_idle(start):
+    front = start(knobs="pps=3000 tps=200")
+    stop = threading.Event()
+
+    def load(number):
+        with httpx.Client(trust_env=False, timeout=DEADLINE_S) as client:
+            while not stop.is_set():
+                client.post(front.url + PATH, json=ask(f"{number}", f"{number} {OTHER}"))
+
+    threads = [threading.Thread(target=load, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    try:
+        front.client.delete("/v1/cache/prefix")
+        until(lambda: len(front.said(DONE)) == 2, "the warm-up behind the traffic")
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    until(lambda: standing(front)["entry_count"] == 2, "both prompts")
+
+
 def test_without_warm_prompts_a_clearing_empties_the_slots_all_the_same(
     fake_llama, tiny_models, tmp_path
 ):
@@ -199,6 +225,37 @@ def test_a_killed_backend_is_warm_again_before_it_is_ready_and_the_counts_go_on(
     assert cached(front, "again") >= shown["entries"][0]["tokens"]
 
 
+@pytest.mark.parametrize("lazy", [False, True])
+def test_a_state_folder_that_somebody_removed_is_made_anew_for_the_next_child(
+    start, tmp_path, lazy
+):
+    config = tmp_path / "serve.toml"
+    config.write_text("[backend]\nlazy = true\n" if lazy else "")
+    front = start("--config", str(config))
+    state = tmp_path / "xdg" / "state"
+    shutil.rmtree(state)
+    if lazy:
+        cached(front, "hello")
+    else:
+        os.kill(front.backend()["pid"], signal.SIGKILL)
+    wait_warm(front, 1 if lazy else 2)
+    assert (state / "onebit" / "slots").stat().st_mode & 0o777 == 0o700
+
+
+def test_where_no_state_folder_can_be_made_the_backend_runs_without_saved_slots(start, tmp_path):
+    config = tmp_path / "serve.toml"
+    config.write_text("[warm_prompts]\nsave = true\n")
+    front = start("--config", str(config))
+    state = tmp_path / "xdg" / "state"
+    shutil.rmtree(state)
+    state.write_text("a file")
+    os.kill(front.backend()["pid"], signal.SIGKILL)
+    shown = wait_warm(front, 2)
+    assert {entry["source"] for entry in shown["entries"]} == {"prefill"}
+    (line,) = front.said("is started without --slot-save-path")
+    assert f"cannot keep saved slots in {state}/onebit/slots: Not a directory" in line
+
+
 def test_a_backend_that_starts_with_its_first_request_is_warm_for_it(start, tmp_path):
     config = tmp_path / "serve.toml"
     config.write_text("[backend]\nlazy = true\n")
@@ -225,6 +282,15 @@ def test_a_reload_reads_the_file_again_and_a_bad_one_changes_nothing(start, tmp_
     refused = front.post("/v1/reload")
     assert refused.status_code == 400
     assert "entry 1 has no messages" in refused.json()["error"]["message"]
+    (tmp_path / "prompts.json").write_text("[" * 5000)
+    refused = front.post("/v1/reload")
+    assert refused.status_code == 400
+    assert "is not JSON" in refused.json()["error"]["message"]
+    (tmp_path / "prompts.json").unlink()
+    os.mkfifo(tmp_path / "prompts.json")
+    refused = front.post("/v1/reload")
+    assert refused.status_code == 400
+    assert "not a regular file" in refused.json()["error"]["message"]
     assert standing(front)["entry_count"] == 3
 
 
@@ -317,180 +383,3 @@ def test_looking_at_a_plan_makes_no_folder(tmp_path, tiny_models, fake_llama):
     assert not (tmp_path / "state").exists()
     prepare(words, state, starts=True)
     assert (tmp_path / "state/onebit/slots").is_dir()
-
-
-STANDING = Standing("entry 1", tokens=9, reused_tokens=9, proven=True)
-
-
-class Warmer:
-    """Has one entry that is proven at first; its repairs never end where they are slow."""
-
-    def __init__(self):
-        self.standings = (STANDING,)
-        self.slow = True
-        self.begun = trio.Event()
-        self.ended = trio.Event()
-        self.given_up = []
-
-    @property
-    def due(self):
-        return [0] if self.standings[0].evicted else []
-
-    def used(self, index, count):
-        self.standings = (self.standings[index].used(count),)
-
-    def lost_all(self):
-        self.standings = (self.standings[0].used(0),)
-
-    def give_up(self, index, why):
-        self.given_up.append((index, why))
-
-    async def repair(self):
-        self.begun.set()
-        if not self.slow:
-            self.standings = (STANDING,)
-            return
-        try:
-            await trio.sleep_forever()
-        finally:
-            self.ended.set()
-
-
-@pytest.fixture
-def keeper(monkeypatch):
-    monkeypatch.setattr(prompts, "_IDLE_S", 0)
-    entry = Entry(({"role": "system", "content": ONE},), label="entry 1")
-    plan = BackendPlan(
-        name="b",
-        served_id="b",
-        device="cpu",
-        kind="llama-server",
-        role="chat",
-        binary="b",
-        model="m",
-        arguments=(),
-        prompts=PromptPlan((entry,)),
-    )
-    log = SimpleNamespace(lines=[])
-    log.say = lambda line, **_: log.lines.append(line)
-    made = PromptKeeper(plan, log)
-    made._warmer = Warmer()
-    return made
-
-
-BODY = json.dumps(ask("hi")).encode()
-
-
-async def test_a_client_who_comes_cancels_a_repair_and_it_begins_again_when_idle(keeper):
-    async with trio.open_nursery() as nursery:
-        keeper.note(PATH, BODY, b'{"cache_n":0}')
-        for _ in range(2):
-            warmer = keeper._warmer
-            warmer.begun, warmer.ended = trio.Event(), trio.Event()
-            keeper.idle(nursery)
-            with trio.fail_after(10):
-                await warmer.begun.wait()
-                keeper.busy()
-                await warmer.ended.wait()
-        assert warmer.due
-
-
-GONE, FOUND = b'{"cache_n":0}', b'{"cache_n":9}'
-WOKE = b"srv: server is exiting sleeping state\n"
-
-
-async def repaired(keeper):
-    keeper._warmer.slow = False
-    async with trio.open_nursery() as nursery:
-        keeper.idle(nursery)
-    assert not keeper._warmer.due
-
-
-async def test_an_entry_that_clients_find_gone_after_three_repairs_is_given_up(keeper):
-    keeper.note(PATH, BODY, GONE)
-    for _ in range(3):
-        assert not keeper._warmer.given_up
-        await repaired(keeper)
-        keeper.note(PATH, BODY, GONE)
-        keeper.note(PATH, BODY, GONE)  # before there was time to repair it
-    assert keeper._warmer.given_up == [(0, "clients find it gone after 3 repairs")]
-    assert "repaired no more" in keeper._log.lines[-1]
-
-
-async def test_a_new_warm_up_gives_an_entry_that_was_given_up_three_repairs_again(keeper):
-    async def warm():
-        keeper._warmer.standings = (STANDING,)
-
-    keeper._warmer.warm = warm
-    for times in (1, 2):
-        keeper.note(PATH, BODY, GONE)
-        for _ in range(3):
-            await repaired(keeper)
-            keeper.note(PATH, BODY, GONE)
-        assert len(keeper._warmer.given_up) == times
-        async with trio.open_nursery() as nursery:
-            await keeper.rewarm(nursery, clear=False)
-
-
-async def test_one_hit_and_the_repairs_before_it_are_forgotten(keeper):
-    keeper.note(PATH, BODY, GONE)
-    for found in (GONE, GONE, FOUND, GONE, GONE):
-        await repaired(keeper)
-        keeper.note(PATH, BODY, found)
-        if found == FOUND:
-            keeper._warmer.lost_all()
-    assert not keeper._warmer.given_up
-
-
-async def test_what_sleeps_took_is_put_back_however_often(keeper):
-    for _ in range(5):
-        keeper.hear(WOKE)
-        keeper.note(PATH, BODY, GONE)  # whose request woke it
-        await repaired(keeper)
-    assert not keeper._warmer.given_up
-
-
-async def test_a_warm_up_that_is_asked_for_forgets_no_clearing_that_still_waits(keeper):
-    done, asked, waits, busy = [], trio.Event(), trio.Event(), trio.Event()
-
-    async def clear():
-        waits.set()
-        await busy.wait()
-        done.append("cleared")
-
-    async def warm():
-        done.append("warm")
-        asked.set()
-
-    keeper._warmer.clear, keeper._warmer.warm = clear, warm
-    with trio.fail_after(10):
-        async with trio.open_nursery() as nursery:
-            await keeper.rewarm(nursery, clear=True)
-            await waits.wait()
-            await keeper.rewarm(nursery, clear=False)
-            busy.set()
-            await asked.wait()
-        assert done == ["cleared", "warm"]
-        async with trio.open_nursery() as nursery:
-            await keeper.rewarm(nursery, clear=False)
-    assert done == ["cleared", "warm", "warm"]
-
-
-def test_a_child_that_woke_has_lost_all(keeper):
-    keeper.hear(b"srv: server is entering sleeping state\n")
-    assert not keeper._warmer.due
-    keeper.hear(b"srv: server is exiting sleeping state\n")
-    assert keeper._warmer.due
-
-
-async def test_prompts_are_at_work_from_the_first_thought_of_a_repair_to_its_end(keeper):
-    assert not keeper.at_work
-    async with trio.open_nursery() as nursery:
-        keeper.note(PATH, BODY, b'{"cache_n":0}')
-        keeper._warmer.begun, keeper._warmer.ended = trio.Event(), trio.Event()
-        keeper.idle(nursery)
-        assert keeper.at_work
-        with trio.fail_after(10):
-            await keeper._warmer.begun.wait()
-            keeper.busy()
-    assert not keeper.at_work
