@@ -305,6 +305,11 @@ class Server:
         self._ended = False
         self.ready_ms: float | None = None
 
+    def _by_hand(self) -> str:
+        ours = (n for n, v in sorted(self._environment.items()) if os.environ.get(n) != v)
+        variables = [f"{name}={shlex.quote(self._environment[name])}" for name in ours]
+        return " ".join([*variables, shlex.join(self._command)])
+
     def kill(self) -> None:
         """Kill it and all of its group at once."""
         self._signal(signal.SIGKILL)
@@ -361,7 +366,7 @@ class Server:
             return
         raise OnebitError(
             f"{who}: the server {what}; its last lines: {self._said()}",
-            hint=f"try it by hand: {shlex.join(self._command)}",
+            hint=f"try it by hand: {self._by_hand()}",
         )
 
     def _spawn(self, who: str) -> subprocess.Popen[bytes]:

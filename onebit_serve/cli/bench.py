@@ -14,6 +14,7 @@ import msgspec
 from click.core import ParameterSource
 
 from onebit_serve.cli.bench_output import Progress, comparison_tables, draw, measured
+from onebit_serve.cli.numbers import Finite
 from onebit_serve.core import prompts as texts
 from onebit_serve.core import report, results, score
 from onebit_serve.core.cells import METRICS, gains
@@ -79,7 +80,7 @@ _request_options = _stack(
     ),
     click.option(
         "--request-limit",
-        type=click.FloatRange(min=0, min_open=True),
+        type=Finite(min=0, min_open=True),
         default=600.0,
         show_default=True,
         metavar="SECONDS",
@@ -151,7 +152,7 @@ def command(
 @click.option("--plot", metavar="FILE.svg|.png|.html", help="Draw it (needs matplotlib).")
 @click.option(
     "--fail-under",
-    type=float,
+    type=Finite(min=0, min_open=True),
     metavar="X",
     help="Exit 1 unless every cell of every arm was measured, is at least X times faster, and has "
     "not clearly more errors.",
@@ -187,7 +188,11 @@ def compare(
             hint="give a second file, or --by-file where both were written under one tag",
         )
     tables = comparison_tables(every, metric)
-    notes = (*report.noise_lines(every), *report.differences(every.runs))
+    notes = (
+        *report.noise_lines(every),
+        *report.differences(every.runs),
+        *report.lost_lines(every),
+    )
     if form == "json":
         _print_json({"gains": gains(every, metric), "notes": notes})
     elif form == "md":
@@ -229,7 +234,7 @@ def compare(
 )
 @click.option(
     "--start-limit",
-    type=click.FloatRange(min=0, min_open=True),
+    type=Finite(min=0, min_open=True),
     default=600.0,
     show_default=True,
     metavar="SECONDS",

@@ -10,6 +10,7 @@ from typing import Any
 import click
 import msgspec
 
+from onebit_serve.cli.numbers import Finite
 from onebit_serve.core import laya, presets
 from onebit_serve.core.errors import UsageError
 from onebit_serve.core.laya import Choice
@@ -37,7 +38,7 @@ _ASKED = ("code", "prose", "short")
 @click.option(
     "--deadline",
     metavar="S",
-    type=click.FloatRange(min=0),
+    type=Finite(min=0),
     default=2.0,
     show_default=True,
     help="Seconds it has; 0 is no limit.",

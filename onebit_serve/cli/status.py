@@ -140,8 +140,8 @@ def _shapes(one: dict[str, Any], *, every: bool) -> list[str]:
     now = f"; now {shapes['now']}" if shapes.get("now") else ""
     first = (
         f"{name}: {shapes['warmed']} of {shapes['planned']} shapes are warm{cheap}; "
-        f"{shapes['share']:.0%} of requests pay nothing; {_time(shapes['spent_s'])} spent, "
-        f"{_time(shapes['gained_s'])} gained{now}"
+        f"{shapes['share']:.0%} of expected requests pay nothing; "
+        f"{_time(shapes['spent_s'])} spent, {_time(shapes['gained_s'])} gained{now}"
     )
     lines = [first]
     requests = shapes["requests"]

@@ -78,7 +78,7 @@ def command(
 def _warm(door: ask.Door, name: str | None) -> int:
     """Warm one backend, or all; return the exit code."""
     failed = 0
-    for one in [name] if name else [str(b.get("name")) for b in _backends(door) or ()]:
+    for one in [name] if name else [str(b["name"]) for b in door.status()["backends"]]:
         answer = door.post(f"/v1/backends/{quote(one, safe='')}/warm")
         if answer.status != _OK:
             raise OnebitError(answer.complaint(), hint="see `1bit status`")

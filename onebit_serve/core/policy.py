@@ -8,6 +8,7 @@ Laya says what a request is, a measured policy says where it goes. The file is J
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -86,9 +87,18 @@ def parse_policy(text: str | bytes, where: str, devices: Collection[str]) -> Pol
     Raises:
         ConfigError: Not JSON, or not of that form; the message names the place.
     """
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        fields = dict(pairs)
+        if len(fields) < len(pairs):
+            names = [name for name, _ in pairs]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise ConfigError(f'{where} says "{twice}" twice', hint="leave one of them out")
+        return fields
+
     try:
-        data = msgspec.json.decode(text)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as fault:
+        data = json.loads(text, object_pairs_hook=once)
+    except (ValueError, RecursionError) as fault:
         raise ConfigError(
             f"{where} is not JSON: {fault}",
             hint="configs/route-policy.json is an example",

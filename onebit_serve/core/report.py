@@ -30,6 +30,7 @@ __all__ = [
     "facts_lines",
     "first_table",
     "gain_table",
+    "lost_lines",
     "markdown",
     "noise_lines",
     "number",
@@ -230,6 +231,21 @@ def plain(tables: Iterable[Table], lines: Iterable[str] = ()) -> str:
             parts.append("  " + "  ".join(padded).rstrip())
         parts += [*(f"  ({note})" for note in table.notes), ""]
     return "\n".join([*parts, *lines]).rstrip("\n") + "\n"
+
+
+def lost_lines(results: Results) -> tuple[str, ...]:
+    """Return which runs that ended well have fewer requests here than they sent, one line each."""
+    lines = []
+    for run in results.runs:
+        asked = run.settings
+        found = [request for request in results.requests if request.run == run.id]
+        if not run.complete or not found or not {"repeats", "concurrency"} <= asked.keys():
+            continue
+        cells = sum(asked["concurrency"]) * max(1, len(asked.get("models", ())))
+        sent = asked["repeats"] * cells * len({request.target for request in found})
+        if len(found) < sent:
+            lines.append(f"{run.tag or run.id}: {len(found)} of {sent} requests are left of a run")
+    return tuple(lines)
 
 
 def differences(runs: Sequence[Run]) -> tuple[str, ...]:

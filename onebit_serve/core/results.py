@@ -183,12 +183,16 @@ def cell_name(model: str, prompts: str, concurrency: int) -> str:
 
 
 def merge(parts: Iterable[Results]) -> Results:
-    """Put several results into one, in the order given."""
-    every = tuple(parts)
-    return Results(
-        runs=tuple(run for part in every for run in part.runs),
-        requests=tuple(request for part in every for request in part.requests),
-    )
+    """Put several results into one, in the order given; a run that comes again counts once."""
+    known: set[str] = set()
+    runs: list[Run] = []
+    requests: list[Request] = []
+    for part in tuple(parts):
+        again = {run.id for run in part.runs if run.id in known}
+        runs += [run for run in part.runs if run.id not in again]
+        requests += [request for request in part.requests if request.run not in again]
+        known |= {run.id for run in part.runs}
+    return Results(runs=tuple(runs), requests=tuple(requests))
 
 
 def write_json(results: Results) -> str:

@@ -244,7 +244,7 @@ class History:
         for kind, size, weight in db.execute(
             "SELECT kind, size, weight FROM counts WHERE key = ?", (key,)
         ):
-            found[kind][size] = weight / scale
+            found[kind][int(size)] = float(weight) / scale
         facts = dict(db.execute("SELECT name, value FROM facts WHERE key = ?", (key,)).fetchall())
         filled = cache_found and "filled" in facts
         classes, costs = facts.get("classes"), facts.get(_costs_name(cache_found=filled))
@@ -346,7 +346,7 @@ def _attempt(file: Path, work: Callable[[sqlite3.Connection], None]) -> Exceptio
     try:
         with _opened(file) as db:
             work(db)
-    except (_NewerError, sqlite3.Error, OSError, ValueError, KeyError) as fault:
+    except (_NewerError, sqlite3.Error, OSError, ValueError, KeyError, TypeError) as fault:
         return fault
     return None
 
@@ -355,7 +355,7 @@ def _is_broken(fault: Exception) -> bool:
     """Tell a file that will never be readable from one that is locked, full or forbidden."""
     if isinstance(fault, sqlite3.OperationalError):
         return str(fault).startswith("no such ") or "has no column" in str(fault)
-    return isinstance(fault, (sqlite3.DatabaseError, ValueError, KeyError))
+    return isinstance(fault, (sqlite3.DatabaseError, ValueError, KeyError, TypeError))
 
 
 def _drop(file: Path) -> None:

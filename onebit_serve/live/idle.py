@@ -38,11 +38,12 @@ def resident(backend: Backend) -> Resident | None:
 async def unload_when_idle(backend: Backend, log: Log) -> None:
     """Stop a backend whenever it is lazy and had nothing to do for its `idle_s`; never returns."""
     while True:
-        await backend.wait_for(
-            lambda v: v.state is State.READY and not v.in_flight and _idle_s(backend) > 0
-        )
+        if not _idle_s(backend):  # most never leave, and nothing wakes this after each request
+            await backend.adopted.wait()
+            continue
+        await backend.wait_for(lambda v: v.state is State.READY and not v.in_flight)
         held, idle_s = resident(backend), _idle_s(backend)
-        if held is None:
+        if held is None or not idle_s:
             continue
         # a pinned one idles out too: `pin` is about making room
         left_s = held.idle_since_s + idle_s - time.monotonic()

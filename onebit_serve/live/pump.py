@@ -147,10 +147,12 @@ class Pump:
             self._selector.register(backend, selectors.EVENT_READ, body)
         try:
             await body.done.wait()
-        finally:
-            if body.ended is None:
-                with self._lock:
-                    self._forget(body)
+        except trio.Cancelled:
+            with self._lock:
+                self._forget(body)
+            # A client may leave as soon as it has the last byte, before the news of that are here.
+            if body.ended is not Ended.COMPLETE:
+                raise
         assert body.ended is not None  # noqa: S101 - `done` is set after it
         return body.ended, body.last
 

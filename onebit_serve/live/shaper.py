@@ -44,6 +44,8 @@ __all__ = ["Shaper"]
 _OK = 200
 _IDLE_S = 1.0  # an agent's next request is often there by then
 _BUSY_POLL_S = 0.5
+_EXIT_NOTICE_S = 0.5  # an exit is told when the output is drained, a tenth of a second at most
+_DEATHS_AT_MOST = 2  # one may be chance; a third and a fourth would use up the restarts
 # A first use may not be cut short: a backend that compiles hears of a client only afterwards. So it
 # is begun when nobody came for this many times as long as it is expected to take, and a client that
 # comes at random seldom meets it.
@@ -94,7 +96,8 @@ class Shaper:
         self._scope: trio.CancelScope | None = None
         self._ours: dict[int, object] = {}
         self._now = ""
-        self._is_done = self._climbed = self._others_came = False
+        self._is_done = self._climbed = self._others_came = self._broke_off = False
+        self._deaths = self._ended_requests = 0
         self._some_cache = self._cache_filled = False
         self._quiet_since_s = 0.0
         self._ended = trio.Event()
@@ -106,6 +109,11 @@ class Shaper:
     def active(self) -> bool:
         """Whether replies are worth a look at their counts."""
         return self._child is not None and self._climb is not None
+
+    @property
+    def work(self) -> tuple[int, ...]:
+        """Show that a synthetic request runs, and move on with each that ends; else empty."""
+        return (self._ended_requests,) if self._now else ()
 
     def view(self) -> ClimbView | None:
         """Return what status shows; `None` where nothing is planned. It takes milliseconds."""
@@ -138,7 +146,7 @@ class Shaper:
         self._climb = self._child = None
         self._ours = {}
         self._is_done = False
-        if not self.wanted or first.failure:
+        if not self.wanted or first.failure or self._deaths >= _DEATHS_AT_MOST:
             return
         began_s = trio.current_time()
         with trio.move_on_after(self._plan.warm_up.deadline_s):
@@ -147,8 +155,11 @@ class Shaper:
                 await self._climb_before()
                 self._ours = _by_id(await self._slots())  # nobody else was let in so far
                 self._others_came = self._prompts.wanted  # they build shapes as clients do
-            except (GoneError, _RefusedError) as error:
-                # the exit of a child that is gone is told by those who watch it
+            except GoneError as error:
+                self._say(f"no further shapes are warmed: {error}")
+                # a child that is dying takes its answers with it: let its exit be heard first
+                await trio.sleep(_EXIT_NOTICE_S)
+            except _RefusedError as error:
                 self._say(f"no further shapes are warmed: {error}")
             finally:
                 self._log.progress(self._plan.name)
@@ -183,10 +194,9 @@ class Shaper:
         load = partial(history.load, cache_found=self._some_cache)
         remembered = await trio.to_thread.run_sync(load)
         self._cache_filled = remembered.cache_filled
-        ubatch = self._number(512, "-ub", "--ubatch-size")
-        splitting = Splitting(
-            ubatch, self._number(2048, "-b", "--batch-size"), bool(first.checkpoints)
-        )
+        ubatch = self._number(512, "LLAMA_ARG_UBATCH", "-ub", "--ubatch-size")
+        batch = self._number(2048, "LLAMA_ARG_BATCH", "-b", "--batch-size")
+        splitting = Splitting(min(ubatch, batch), batch, bool(first.checkpoints))
         model = ShapeModel(
             splitting,
             (remembered.classes or classes_for(plan.device, ubatch)).upto(ubatch),
@@ -268,8 +278,18 @@ class Shaper:
             self._quiet_since_s = trio.current_time()
             nursery.start_soon(self._climb_idle, self._scope)
 
-    def gone(self) -> None:
-        """Note that the child is gone, and what was warm with it."""
+    def gone(self, *, died: bool = False) -> None:
+        """Note that the child is gone, and what was warm with it.
+
+        Args:
+            died: Nobody had asked it to end. What ends it in a synthetic request is not sent to
+                one child after the other until the restarts are used up.
+        """
+        if died and (self._now or self._broke_off):
+            self._deaths += 1
+            if self._deaths == _DEATHS_AT_MOST:
+                self._say(f"no more shapes are warmed: it ended {self._deaths} times in one")
+        self._broke_off = False
         self.busy()
         self._child = None
         self._is_done = True
@@ -413,6 +433,7 @@ class Shaper:
             try:
                 reply = await exchange(child.port, "POST", "/completion", data, child.key)
             except GoneError as error:
+                self._broke_off = True
                 failures.append(error)
                 return
             failed = reply.status != _OK or b'\ndata: {"error"' in b"\n" + reply.body
@@ -428,14 +449,17 @@ class Shaper:
                     nursery.start_soon(one, decode_tokens, slot)
         finally:
             self._now = ""
+            self._ended_requests += 1
         took_s = trio.current_time() - began_s
         child.hear()
         if failures:
             raise failures[0]
         return took_s
 
-    def _number(self, otherwise: int, *spellings: str) -> int:
-        said = options.value(self._plan.arguments, *spellings)
+    def _number(self, otherwise: int, variable: str, *spellings: str) -> int:
+        plan = self._plan
+        users = "" if variable in plan.unset_env else os.environ.get(variable, "")
+        said = options.value(plan.arguments, *spellings) or plan.set_env.get(variable, users)
         try:
             return max(1, int(said)) if said else otherwise
         except ValueError:  # llama-server refuses it

@@ -71,6 +71,7 @@ class Backend:
         prompts: Its warm prompts.
         shaper: Warms its shapes.
         last_end_s: When its last request ended, on the monotonic clock.
+        adopted: Set when it goes on under another plan.
         starter: Starts it for a request; told who picked it.
     """
 
@@ -83,6 +84,7 @@ class Backend:
         self.prompts = PromptKeeper(plan, log)
         self.shaper = Shaper(plan, log, self.prompts)
         self._holds = 0
+        self.adopted = trio.Event()
         self._file = file
         self.ended = ""
         self._log = log
@@ -142,8 +144,9 @@ class Backend:
     def adopt(self, plan: BackendPlan) -> None:
         """Go on under a plan that asks for the same child."""
         self.plan = plan
+        adopted, self.adopted = self.adopted, trio.Event()
+        adopted.set()
         self._move_line()
-        self._wake()
 
     def want(self, by: str = "") -> None:
         """Ask for it to be running; one that is on its way already goes on.
@@ -401,7 +404,7 @@ class Backend:
     def _bury(self, before: Life) -> None:
         episode, self._episode = self._episode, None
         self.prompts.gone()
-        self.shaper.gone()
+        self.shaper.gone(died=before.state is not State.STOPPING)
         self.output.end_line()
         if episode is None or episode.ended is None:
             self.ended = "never started"
@@ -425,7 +428,7 @@ class Backend:
             case machine.Stop() if episode:
                 episode.leave()
                 self.prompts.gone()
-                self.shaper.gone()
+                self.shaper.gone(died=self._life.broken)
                 for lease in self._leases:
                     lease.cut()
                 nursery.start_soon(episode.child.stop, self._stop_s)
@@ -457,7 +460,7 @@ class Backend:
             self._file.write(data)
 
     def _work(self) -> Work:
-        return tuple(lease.blocks for lease in self._leases) if self._leases else None
+        return (*(lease.blocks for lease in self._leases), *self.shaper.work) or None
 
     async def _pause(self, pause_s: float) -> None:
         number = self._life.starts

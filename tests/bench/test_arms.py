@@ -170,9 +170,11 @@ def test_a_backend_beside_the_door_that_is_not_sure_is_refused(backends, said):
 
 
 async def test_a_server_that_fails_to_start_is_said_with_its_last_lines():
-    session = arms.Session(comparison("a=", "b=--fail"))
-    with pytest.raises(OnebitError, match=r"arm b, load 1: .*code 3 .*model file is cursed"):
+    session = arms.Session(comparison("a=", "b=WHERE='here now' --fail"))
+    said = r"arm b, load 1: .*code 3 .*model file is cursed"
+    with pytest.raises(OnebitError, match=said) as caught:
         await session.run()
+    assert "try it by hand: WHERE='here now' " in caught.value.hint
     assert {request.tag for request in session.results.requests} == {"a"}
 
 

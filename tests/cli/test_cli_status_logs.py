@@ -175,8 +175,8 @@ def test_shapes_are_counted_and_the_costliest_are_shown_or_all_of_a_named_backen
     served.backends = [{**READY, "shapes": SHAPES}]
     lines = run(status, "--url", served.url).output.splitlines()[3:]
     assert lines[0] == (
-        "gpu: 5 of 13 shapes are warm, 2 left out as cheap; 71% of requests pay nothing; 21.5 s "
-        "spent, 14.8 s gained; now 9 tokens"
+        "gpu: 5 of 13 shapes are warm, 2 left out as cheap; 71% of expected requests pay nothing; "
+        "21.5 s spent, 14.8 s gained; now 9 tokens"
     )
     assert lines[1:] == [
         "gpu:   8 tokens: 14.9 s, then 43 ms",

@@ -110,6 +110,7 @@ def test_a_llama_server_itself_is_looked_at_where_its_device_is_said(
     model = tiny_models / "tiny-llama.gguf"
     llama = Llama(fake_llama, tmp_path, "-m", str(model), knobs="model=none").ready()
     try:
+        assert warm(tmp_path, "--url", llama.url).returncode == 1
         refused = warm(tmp_path, "--url", llama.url, "--discover")
         assert (refused.returncode, "is no 1bit serve" in refused.stderr) == (2, True)
         words = ["--device", "vulkan", "--llama-server", fake_llama]

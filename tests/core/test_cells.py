@@ -239,6 +239,19 @@ def test_what_else_differs_between_arms_is_said_and_what_an_arm_is_is_not():
     )
 
 
+def test_a_run_with_fewer_requests_than_it_sent_is_named():
+    settings = {"repeats": 3, "concurrency": [1, 2], "models": []}
+    whole = Run(id="1", tag="a", started="", url="", settings=settings)
+    stopped = Run(id="2", tag="b", started="", url="", settings=settings, complete=False)
+    requests = tuple(
+        Request(run=run.id, tag=run.tag, model="m", prompts="p", concurrency=1)
+        for run in (whole, stopped)
+        for _ in range(7)
+    )
+    found = Results(runs=(whole, stopped), requests=requests)
+    assert report.lost_lines(found) == ("a: 7 of 9 requests are left of a run",)
+
+
 def test_two_models_in_every_arm_are_no_difference_between_arms():
     runs = [
         Run(id=tag + model, tag=tag, started="", url="", settings={"models": [model]})

@@ -29,6 +29,11 @@ def test_a_policy_is_read_with_its_reasons() -> None:
     )
 
 
+def test_a_key_that_is_given_twice_is_refused() -> None:
+    with pytest.raises(ConfigError, match='says "default" twice'):
+        parse_policy('{"default": "cpu", "default": "hrx"}', "p.json", DEVICES)
+
+
 def test_only_the_default_is_needed() -> None:
     assert parse({"default": "cpu"}) == Policy("cpu", {}, MIN_CONFIDENCE)
 

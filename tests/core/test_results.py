@@ -203,6 +203,12 @@ def test_a_table_without_rows_holds_nothing():
 
 
 def test_merging_keeps_every_run_and_request_in_order():
-    both = results.merge([SAMPLE, SAMPLE])
-    assert both.runs == SAMPLE.runs * 2
-    assert both.requests == SAMPLE.requests * 2
+    runs = tuple(msgspec.structs.replace(run, id=f"{run.id}b") for run in SAMPLE.runs)
+    requests = tuple(msgspec.structs.replace(r, run=f"{r.run}b") for r in SAMPLE.requests)
+    both = results.merge([SAMPLE, Results(runs=runs, requests=requests)])
+    assert both.runs == SAMPLE.runs + runs
+    assert both.requests == SAMPLE.requests + requests
+
+
+def test_a_run_that_is_given_twice_counts_once():
+    assert results.merge([SAMPLE, SAMPLE]) == SAMPLE

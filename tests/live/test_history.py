@@ -218,6 +218,26 @@ def test_facts_that_do_not_parse_are_dropped(open_history, file, said):
     assert len(said) == 1
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        "UPDATE counts SET weight = 'heavy'",
+        "UPDATE counts SET size = 'zz'",
+        "UPDATE facts SET value = 5",
+    ],
+)
+def test_values_of_another_type_are_dropped_with_a_word(open_history, file, said, change):
+    kept = open_history()
+    kept.note_prefill(30)
+    kept.flush()
+    kept.save_classes(Classes((1,)))
+    with contextlib.closing(sqlite3.connect(file)) as db:
+        db.execute(change)
+        db.commit()
+    assert kept.load().classes is None
+    assert len(said) == 1
+
+
 def test_a_file_of_a_newer_version_is_left_alone(open_history, file, said):
     file.parent.mkdir(parents=True)
     with contextlib.closing(sqlite3.connect(file)) as db:

@@ -230,6 +230,25 @@ async def test_a_cancelled_body_leaves_its_sockets_and_the_pump_as_they_were(way
     assert way.ended is Ended.COMPLETE
 
 
+async def test_a_client_that_leaves_with_the_last_byte_has_had_it_all(way):
+    scope, body = trio.CancelScope(), b"5\r\nhello\r\n0\r\n\r\n"
+
+    async def carry() -> None:
+        with scope:
+            await way.carry(Pump())
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(carry)
+        await trio.testing.wait_all_tasks_blocked()
+        way.backend_far.send(body)
+        way.client_far.settimeout(BOUND_S)  # the loop stands still: it hears of both at once
+        got = b""
+        while len(got) < len(body):
+            got += way.client_far.recv(100)
+        scope.cancel()
+    assert way.ended is Ended.COMPLETE
+
+
 async def test_many_bodies_move_at_once(ways):
     ways += [Way() for _ in range(32)]
     pump = Pump()

@@ -31,6 +31,7 @@ def start(fake_llama: str, tiny_models: Path, tmp_path: Path) -> Iterator[Start]
         scale: float = 0.01,
         arguments: tuple[str, ...] = (),
         constants: dict[str, float] | None = None,
+        knobs: str = "",
         **more: str,
     ) -> Front:
         model = str(tiny_models / "tiny-llama.gguf")
@@ -38,7 +39,7 @@ def start(fake_llama: str, tiny_models: Path, tmp_path: Path) -> Iterator[Start]
         front = Front(
             tmp_path,
             *("-m", model, "--llama-server", fake_llama, "--device", device, *arguments),
-            knobs=f"model={device if device != 'cpu' else 'none'} scale={scale}",
+            knobs=f"model={device if device != 'cpu' else 'none'} scale={scale} {knobs}",
             environment={name: value for name, value in said.items() if value} | more,
             constants={"_QUIET_TIMES": 0, **(constants or {})},
             shapes=True,
@@ -232,6 +233,35 @@ def test_a_backend_that_dies_under_a_synthetic_request_comes_back_and_is_warmed_
     until(lambda: front.said("is ready again"), "the restart", LONG_S)
     until(lambda: shapes(front).get("now"), "a synthetic request", LONG_S)
     assert front.backend()["restarts"] == 1
+
+
+def test_a_backend_that_ends_twice_in_synthetic_requests_is_warmed_no_further_and_serves(start):
+    front = start("0", "1", knobs="dead_at=req12:SEGV").ready()
+    front.wait_said("no more shapes are warmed: it ended 2 times in one")
+    until(lambda: front.health().status_code == 200, "the backend to be ready again", LONG_S)
+    assert front.backend()["restarts"] == 2
+    complete(front, 465)
+
+
+def test_a_death_while_shapes_are_warmed_before_ready_is_a_failed_start(start):
+    front = start("2", "0", knobs="dead_at=req4:SEGV")
+    assert front.wait() == 1
+    assert not front.said("ready on")
+
+
+def test_a_hang_in_an_idle_warm_up_is_noticed_before_a_client_comes(start):
+    front = start("0", "1", knobs="hang_at=req8", ONEBIT_BACKEND_HANG_S="2").ready()
+    front.wait_said("no progress for 2 s")
+    until(lambda: front.said("is ready again"), "the restart", LONG_S)
+
+
+@pytest.mark.parametrize("where", ["variable", "flag"])
+def test_the_micro_batch_is_known_wherever_it_is_said(start, where):
+    words = ("-ub", "64") if where == "flag" else ()
+    variable = {"LLAMA_ARG_UBATCH": "64"} if where == "variable" else {}
+    front = start("0", "1", device="hrx", arguments=words, **variable).ready()
+    until(lambda: shapes(front), "a plan", LONG_S)
+    assert shapes(front)["planned"] == 64 + 4
 
 
 def test_a_cache_of_an_earlier_run_is_said_and_makes_first_uses_cheap(start, tmp_path):
