@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -73,7 +74,9 @@ def prepare(
     """
     # Which options are the backend's depends on which backend it is, and that on our own options.
     request = flags.read(words, None)
-    config = _settle(request, environment, again=again)
+    # Settings are settled twice, but a pipe says what it has to say once.
+    read = functools.cache(functools.partial(read_config, again=again))
+    config = _settle(request, environment, read)
     if config.backends:
         if request.child:
             raise UsageError(
@@ -85,7 +88,7 @@ def prepare(
         one = _look(config.backend, request, environment, anew=anew)
         if request.unchecked:
             request = flags.read(words, one.binary.options)
-            config = _settle(request, environment, again=again)
+            config = _settle(request, environment, read)
             one = _look(config.backend, request, environment, anew=anew)
         args = (*one.backend.args, *request.child)
         backend = msgspec.structs.replace(one.backend, args=args)
@@ -228,8 +231,10 @@ def _prompts(config: Config, environment: Mapping[str, str], *, make_folder: boo
     return PromptFile(entries, str(folder or ""))
 
 
-def _settle(request: flags.Request, environment: Mapping[str, str], *, again: bool) -> Config:
-    config = Config() if request.config is None else read_config(request.config, again=again)
+def _settle(
+    request: flags.Request, environment: Mapping[str, str], read: Callable[[str], Config]
+) -> Config:
+    config = Config() if request.config is None else read(request.config)
     config = settings.with_environment(config, environment)
     if request.embedded:
         program, model = machine.embedded()

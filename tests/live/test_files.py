@@ -79,5 +79,20 @@ def test_the_first_time_configuration_and_keys_may_come_through_a_pipe():
             os.close(reader)
 
 
+def test_a_configuration_from_a_pipe_holds_also_beside_options_of_the_backend(
+    tiny_models, fake_llama
+):
+    reader, writer = os.pipe()
+    os.write(writer, b"[server]\nport = 7\n")
+    os.close(writer)
+    model = str(tiny_models / "tiny-llama.gguf")
+    words = ["-m", model, "--device", "cpu", "--llama-server", fake_llama, "--mlock"]
+    try:
+        made = prepare([*words, "--config", f"/dev/fd/{reader}"], os.environ)
+    finally:
+        os.close(reader)
+    assert made.plan.server.port == 7
+
+
 def read_keys_of(path):
     return read_keys(path, {})[0] == ("key",)
