@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import secrets
 import signal
-import stat
 import sys
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
@@ -14,8 +12,9 @@ import click
 
 from onebit_serve.core import report, results
 from onebit_serve.core.errors import OnebitError, UsageError
+from onebit_serve.live.files import write_whole
 
-__all__ = ["Progress", "comparison_tables", "draw", "measured", "write_whole"]
+__all__ = ["Progress", "comparison_tables", "draw", "measured"]
 
 _KILLED = 130
 _RAW: dict[str, Callable[[results.Results], str]] = {
@@ -133,34 +132,13 @@ def _put(text: str, output: Path | None) -> None:
         click.echo(text, nl=False)
         return
     try:
-        write_whole(output, text)
+        write_whole(output, text.encode())
     except OSError as error:
         click.echo(text, nl=False)  # hours of measuring are not lost to a full disk
         raise UsageError(
             f"--output {output}: {error.strerror}", hint="it is on the standard output instead"
         ) from error
     click.echo(f"written to {output}", err=True)
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a whole file or none: what was there stays until the new one is complete.
-
-    A link is followed, and what is no regular file (a device, a pipe) is written into.
-    """
-    if path.exists() and not path.is_file():
-        with path.open("w", encoding="utf-8", newline="") as file:
-            file.write(text)
-        return
-    target = path.resolve()
-    half = target.with_name(f".1bit-{secrets.token_hex(6)}")
-    try:
-        with half.open("x", encoding="utf-8", newline="") as file:  # its mode is the umask's
-            file.write(text)
-        if target.exists():
-            half.chmod(stat.S_IMODE(target.stat().st_mode))
-        half.replace(target)
-    finally:
-        half.unlink(missing_ok=True)
 
 
 def draw(tables: Sequence[report.Table], notes: Sequence[str]) -> None:

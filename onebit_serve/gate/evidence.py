@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -15,6 +13,7 @@ from onebit_serve.core.errors import UsageError
 from onebit_serve.core.folders import state_folder
 from onebit_serve.core.gate.report import Run, as_json, as_junit, as_markdown
 from onebit_serve.core.gate.verdict import Result
+from onebit_serve.live import files
 
 __all__ = ["Evidence", "Kept", "gate_folder", "sha256", "write_whole"]
 
@@ -22,18 +21,10 @@ _BLOCK_BYTES = 1 << 20
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write a file that is either whole or not there."""
+    """Write a file that is either whole or not there, in a folder that is made, for all to read."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    fd, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(fd, "wb") as file:
-            file.write(data)
-        Path(name).chmod(0o644)
-        Path(name).replace(path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            Path(name).unlink()
-        raise
+    files.write_whole(path, data)
+    path.chmod(0o644)
 
 
 class Evidence:

@@ -6,7 +6,6 @@ thing, a clash of names or a damaged file is a miss and never a wrong answer.
 
 from __future__ import annotations
 
-import os
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import TypeVar
 import msgspec
 
 from onebit_serve.core.folders import cache_folder
+from onebit_serve.live.files import write_whole
 
 __all__ = ["cache_file", "recall", "remember"]
 
@@ -71,8 +71,6 @@ def remember(file: Path | None, key: list[str], value: msgspec.Struct) -> None:
     try:
         entry = msgspec.json.encode(_Entry(key=key, value=msgspec.Raw(msgspec.json.encode(value))))
         file.parent.mkdir(parents=True, exist_ok=True)
-        draft = file.with_name(f"{file.name}.{os.getpid()}")
-        draft.write_bytes(entry)
-        draft.replace(file)
+        write_whole(file, entry)
     except (OSError, ValueError):
         return

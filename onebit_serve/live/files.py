@@ -1,16 +1,17 @@
-"""Read files that the user names; whatever is wrong with one is an `OSError` whose text says it.
+"""Read and write whole files; whatever is wrong with one is an `OSError` whose text says it.
 
-A reload reads them again, in a thread that nobody can stop: one that waits for the writer of a pipe
-would hold up this reload, all others and the stop.
+A reload reads those that the user names again, in a thread that nobody can stop: one that waits for
+the writer of a pipe would hold up this reload, all others and the stop.
 """
 
 from __future__ import annotations
 
 import errno
+import os
 import stat
 from pathlib import Path
 
-__all__ = ["check_regular", "expanded", "read_regular"]
+__all__ = ["check_regular", "expanded", "read_regular", "write_whole"]
 
 
 def expanded(name: str) -> Path:
@@ -48,3 +49,26 @@ def read_regular(name: str) -> bytes:
     path = expanded(name)
     check_regular(path)
     return path.read_bytes()
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a whole file or none: what was there stays until the new one is complete.
+
+    A link is followed, and what is no regular file (a device, a pipe) is written into.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    if path.exists() and not path.is_file():
+        path.write_bytes(data)
+        return
+    target = path.resolve()
+    half = target.with_name(f".1bit-{os.urandom(6).hex()}")
+    try:
+        with half.open("xb") as file:  # its mode is the umask's
+            file.write(data)
+        if target.exists():
+            half.chmod(stat.S_IMODE(target.stat().st_mode))
+        half.replace(target)
+    finally:
+        half.unlink(missing_ok=True)

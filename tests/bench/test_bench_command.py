@@ -18,11 +18,12 @@ import trio.testing
 from tiny_server import TinyServer
 
 from onebit_serve.cli.bench import command
-from onebit_serve.cli.bench_output import Progress, measured, write_whole
+from onebit_serve.cli.bench_output import Progress, measured
 from onebit_serve.core import results
 from onebit_serve.core.errors import NotRunError, OnebitError, UsageError
 from onebit_serve.core.results import Request, Results
 from onebit_serve.live.device_lock import device_lock
+from onebit_serve.live.files import write_whole
 
 TINY = str(Path(__file__).parent / "tiny_server.py")
 SERVER = f"{sys.executable} {TINY}"
@@ -394,8 +395,8 @@ def test_a_new_file_gets_the_umasks_mode_and_an_old_one_keeps_its_own(tmp_path):
     link.symlink_to(old)
     before = os.umask(0o027)
     try:
-        write_whole(new, "now")
-        write_whole(link, "now")
+        write_whole(new, b"now")
+        write_whole(link, b"now")
     finally:
         os.umask(before)
     assert (new.stat().st_mode & 0o777, old.stat().st_mode & 0o777) == (0o640, 0o604)
@@ -408,7 +409,7 @@ def test_what_is_no_regular_file_is_written_into(tmp_path):
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     try:
-        write_whole(pipe, "now")
+        write_whole(pipe, b"now")
         assert os.read(reader, 10) == b"now"
     finally:
         os.close(reader)
