@@ -28,7 +28,11 @@ import trio
 
 from onebit_serve.live.spawn import launch
 
-__all__ = ["Child", "Exit", "Tail"]
+__all__ = ["EXIT_NOTICE_S", "Child", "Exit", "Tail"]
+
+EXIT_NOTICE_S = 0.5
+"""An exit is told when the output is drained, a tenth of a second at most. A child that is dying
+takes its answers with it: whoever misses one waits so long, to let its exit be heard first."""
 
 _BLOCK_BYTES = 65536
 _LINE_LIMIT_BYTES = 2000

@@ -21,7 +21,7 @@ from onebit_serve.core.caches import describe
 from onebit_serve.core.plan import BackendPlan
 from onebit_serve.core.warmup import WarmUpResult
 from onebit_serve.live import probe, pulse
-from onebit_serve.live.child import Child, Exit
+from onebit_serve.live.child import EXIT_NOTICE_S, Child, Exit
 from onebit_serve.live.log import Log
 from onebit_serve.live.prompts import PromptKeeper
 from onebit_serve.live.shaper import Shaper
@@ -37,7 +37,6 @@ _IDLE_LOOK_S = 15.0
 _BUSY_LOOK_S = 5.0
 _CAUSE_LINES = 3
 _HINT_AFTER_S = 30.0
-_EXIT_NOTICE_S = 0.5  # an exit is told when the output is drained, a tenth of a second at most
 _LINE_LIMIT_BYTES = 2000
 _PLACEMENT_LINES = 200
 
@@ -302,8 +301,7 @@ class Episode:
             return f"the warm-up was cancelled after {deadline_s:g} s (deadline_s)"
         self.warm_up = result
         if result.failure:
-            # a child that is dying takes its answers with it: let its exit be heard first
-            await trio.sleep(_EXIT_NOTICE_S)
+            await trio.sleep(EXIT_NOTICE_S)
             return f"the warm-up failed: {result.failure}"
         if result.retried:
             self._log.warning(

@@ -23,6 +23,7 @@ from onebit_serve.core import warm_prompts, wire
 from onebit_serve.core.http import Reply
 from onebit_serve.core.plan import BackendPlan
 from onebit_serve.core.warm_prompts import Standing
+from onebit_serve.live.child import EXIT_NOTICE_S
 from onebit_serve.live.log import Log
 from onebit_serve.live.prefix import PromptWarmer
 from onebit_serve.live.saves import Saves
@@ -36,7 +37,6 @@ _TAIL_BYTES = 16384
 _IDLE_S = 0.5  # an agent's next request is often there by then
 _REPAIRS_IN_VAIN = 3
 _OK, _FAILED = 200, 500
-_EXIT_NOTICE_S = 0.5  # an exit is told when the output is drained, a tenth of a second at most
 WOKE = b"exiting sleeping state"  # llama-server b10068, on --sleep-idle-seconds
 
 
@@ -97,8 +97,7 @@ class PromptKeeper:
         await self._warmer.warm(self._plan.warm_up.deadline_s)
         self._forget_repairs()
         if self._lost_contact:
-            # a child that is dying takes its answers with it: let its exit be heard first
-            await trio.sleep(_EXIT_NOTICE_S)
+            await trio.sleep(EXIT_NOTICE_S)
 
     def gone(self) -> None:
         """Note that the child is gone, and its cache with it."""

@@ -30,6 +30,7 @@ import trio
 from onebit_serve.core import options, warmup
 from onebit_serve.core.plan import BackendPlan
 from onebit_serve.core.warmup import WarmUpResult
+from onebit_serve.live.child import EXIT_NOTICE_S
 from onebit_serve.live.log import Log
 from onebit_serve.live.prompts import WOKE, PromptKeeper
 from onebit_serve.live.upstream import GoneError, exchange
@@ -44,7 +45,6 @@ __all__ = ["Shaper"]
 _OK = 200
 _IDLE_S = 1.0  # an agent's next request is often there by then
 _BUSY_POLL_S = 0.5
-_EXIT_NOTICE_S = 0.5  # an exit is told when the output is drained, a tenth of a second at most
 _DEATHS_AT_MOST = 2  # one may be chance; a third and a fourth would use up the restarts
 # A first use may not be cut short: a backend that compiles hears of a client only afterwards. So it
 # is begun when nobody came for this many times as long as it is expected to take, and a client that
@@ -157,8 +157,7 @@ class Shaper:
                 self._others_came = self._prompts.wanted  # they build shapes as clients do
             except GoneError as error:
                 self._say(f"no further shapes are warmed: {error}")
-                # a child that is dying takes its answers with it: let its exit be heard first
-                await trio.sleep(_EXIT_NOTICE_S)
+                await trio.sleep(EXIT_NOTICE_S)
             except _RefusedError as error:
                 self._say(f"no further shapes are warmed: {error}")
             finally:
