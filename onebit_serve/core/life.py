@@ -74,8 +74,14 @@ class State(enum.Enum):
         """Whether a child runs that is meant to serve."""
         return self in _LIVE
 
+    @property
+    def down(self) -> bool:
+        """Whether no child runs, nor will before somebody wants one."""
+        return self in _DOWN
+
 
 _LIVE = frozenset({State.LOADING, State.WARMING, State.READY})
+_DOWN = frozenset({State.STOPPED, State.FAILED})
 
 
 class RestartPolicy(msgspec.Struct, frozen=True):

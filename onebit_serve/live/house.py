@@ -17,21 +17,17 @@ from onebit_serve.core.wire import Refusal
 from onebit_serve.live.idle import unload_when_idle
 from onebit_serve.live.log import Log
 from onebit_serve.live.logfile import LogFile
-from onebit_serve.live.room import Room
+from onebit_serve.live.room import Room, begun
 from onebit_serve.live.spawn import Spawned
 from onebit_serve.live.supervise import Backend
 
 __all__ = ["House"]
 
-_DOWN = (State.STOPPED, State.FAILED)
-_NOTICE_S = 1.0
-
 
 async def _is_up(backend: Backend) -> bool:
     """Start a backend; return whether it became ready."""
     backend.want()
-    with trio.move_on_after(_NOTICE_S):
-        await backend.wait_for(lambda v: v.state not in _DOWN)  # it may have failed before
+    await begun(backend)  # it may have failed before
     view = await backend.wait_for(lambda v: v.state in (State.READY, State.FAILED))
     return view.state is State.READY
 
@@ -239,7 +235,7 @@ class House:
 
     async def _stop_one(self, backend: Backend) -> None:
         backend.halt()
-        await backend.wait_for(lambda v: v.state in _DOWN)
+        await backend.wait_for(lambda v: v.state.down)
 
     def kill(self) -> None:
         """Kill every child at once."""

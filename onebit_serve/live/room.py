@@ -8,6 +8,7 @@ other backend had its turn.
 
 from __future__ import annotations
 
+import enum
 import subprocess
 import time
 from collections.abc import Awaitable, Callable, Iterable
@@ -25,7 +26,7 @@ from onebit_serve.live.log import Log
 from onebit_serve.live.spawn import child_environment
 from onebit_serve.live.supervise import Backend
 
-__all__ = ["Room", "free_bytes"]
+__all__ = ["Room", "begun", "free_bytes"]
 
 _NOTICE_S = 1.0
 _RETURN_S = 10.0  # drivers give memory back some time after the process is gone
@@ -35,10 +36,24 @@ _LIST_S = 10.0
 _PATIENCE_S = 30.0  # longer than most replies, so that few are held up for another backend
 _BESIDES_WEIGHTS = 1.1  # compute buffers and a modest cache
 
-_DOWN = (State.STOPPED, State.FAILED)
-_ROOM, _WAIT = "room", "wait"
-
 Free = Callable[[BackendPlan], Awaitable["int | None"]]
+
+
+class _Verdict(enum.Enum):
+    """What a look at the memory came to, where nobody is to be unloaded."""
+
+    ROOM = "room"
+    WAIT = "wait"
+
+
+async def begun(backend: Backend) -> None:
+    """Wait until a backend that was wanted is no longer down, or its task has had time to hear."""
+    with trio.move_on_after(_NOTICE_S):
+        await backend.wait_for(lambda v: not v.state.down)
+
+
+def _need_bytes(backend: Backend) -> int:
+    return int(backend.plan.size_bytes * _BESIDES_WEIGHTS)
 
 
 def _on_cpu(backend: Backend) -> bool:
@@ -79,7 +94,8 @@ class Room:
             by: Who picked it, for the log.
             ordered: Whether a person wants it, not only the requests that wait for it.
         """
-        is_down = backend.view().state in (*_DOWN, State.STOPPING)
+        state = backend.view().state
+        is_down = state.down or state is State.STOPPING
         if not (backend.plan.lazy and is_down and (self._others(backend) or self._queue(backend))):
             self._begin(backend, by)
             return
@@ -96,13 +112,12 @@ class Room:
     def _begin(self, backend: Backend, by: str) -> None:
         """Start it now. Until its own task has heard so, others must know that it takes memory."""
         backend.want(by)
-        if backend.view().state in _DOWN and backend not in self._beginning:
+        if backend.view().state.down and backend not in self._beginning:
             self._beginning.add(backend)
             self._nursery.start_soon(self._see_begun, backend)
 
     async def _see_begun(self, backend: Backend) -> None:
-        with trio.move_on_after(_NOTICE_S):
-            await backend.wait_for(lambda v: v.state not in _DOWN)
+        await begun(backend)
         self._beginning.discard(backend)
 
     def _pool(self, backend: Backend) -> list[Backend]:
@@ -122,7 +137,8 @@ class Room:
         return [
             other
             for other in self._pool(backend)
-            if other in self._beginning or other.view().state not in (*_DOWN, State.BACKOFF)
+            if other in self._beginning
+            or not (other.view().state.down or other.view().state is State.BACKOFF)
         ]
 
     def _queue(self, backend: Backend) -> bool:
@@ -141,7 +157,7 @@ class Room:
             while is_wanted() and not backend.view().state.live:
                 async with self._looking[_on_cpu(backend)]:
                     verdict = await self._look(backend)
-                    if verdict is _ROOM and is_wanted():
+                    if verdict is _Verdict.ROOM and is_wanted():
                         self._begin(backend, by)
                         return
                     if isinstance(verdict, Backend) and is_wanted():
@@ -183,20 +199,22 @@ class Room:
         )
         return [victim]
 
-    async def _look(self, backend: Backend) -> Backend | str:
+    async def _look(self, backend: Backend) -> Backend | _Verdict:
         """Say whether there is room, which one to unload for it, or that it has to wait."""
-        wanted = int(backend.plan.size_bytes * _BESIDES_WEIGHTS)
+        wanted = _need_bytes(backend)
         free = await self._free(backend.plan)
         if free is None:
-            return _ROOM
+            return _Verdict.ROOM
         others = self._others(backend)
         views = [other.view() for other in others]
         # What one that loads has taken already is gone from what is free; how much, nobody knows.
         loading = [
-            b for b, v in zip(others, views, strict=True) if v.state in (*_DOWN, State.LOADING)
+            b
+            for b, v in zip(others, views, strict=True)
+            if v.state.down or v.state is State.LOADING
         ]
         if free - sum(b.plan.size_bytes for b in loading) >= wanted:
-            return _ROOM
+            return _Verdict.ROOM
         residents = [r for b in others if (r := resident(b)) is not None]
         if free < wanted:
             names = make_room(residents, free_bytes=free, wanted_bytes=wanted)
@@ -204,11 +222,11 @@ class Room:
                 return next(b for b in others if b.plan.name == names[0])
         moving = loading or any(v.state in (State.WARMING, State.STOPPING) for v in views)
         if moving or any(not r.kept for r in residents):
-            return _WAIT  # one that works will be idle, one that loads will be ready
+            return _Verdict.WAIT  # one that works will be idle, one that loads will be ready
         self._log.warning(
             f"{backend.plan.name} may not fit: nothing that may be unloaded is left for it"
         )
-        return _ROOM
+        return _Verdict.ROOM
 
     async def _unload(self, victim: Backend, wanting: Backend) -> list[Backend]:
         """Unload one for another and wait for its memory; return it where it has gone, held.
@@ -225,7 +243,7 @@ class Room:
             "as the least recently used"
         )
         await victim.wait_for(lambda v: v.state is not State.STOPPING)
-        wanted = int(wanting.plan.size_bytes * _BESIDES_WEIGHTS)
+        wanted = _need_bytes(wanting)
         with trio.move_on_after(_RETURN_S):
             while True:
                 free = await self._free(wanting.plan)

@@ -79,6 +79,12 @@ async def housed(plan: Plan, memory: Memory) -> AsyncIterator[tuple[House, trio.
         nursery.cancel_scope.cancel()
 
 
+async def ask(backend: Any, answered: list[str]) -> None:
+    """Have a request answered by a backend, and note its name then."""
+    (await backend.admit(30)).end(whole=True)
+    answered.append(backend.plan.name)
+
+
 async def test_the_least_recently_used_makes_room_for_the_next(plan) -> None:
     memory = Memory()
     async with housed(plan(), memory) as (house, nursery):
@@ -111,16 +117,11 @@ async def test_one_that_is_never_idle_is_held_so_that_another_has_its_turn(
     async with housed(plan(), memory) as (house, nursery):
         first, second = house.get("GPU0"), house.get("GPU1")
         answered: list[str] = []
-
-        async def want(backend: Any) -> None:
-            (await backend.admit(30)).end(whole=True)
-            answered.append(backend.plan.name)
-
         lease = await first.admit(30)
-        nursery.start_soon(want, second)
+        nursery.start_soon(ask, second, answered)
         while not first.held:  # noqa: ASYNC110 - it tells nobody
             await trio.sleep(0.01)
-        nursery.start_soon(want, first)  # comes while it is held: it waits its own turn
+        nursery.start_soon(ask, first, answered)  # comes while it is held: it waits its own turn
         while not first.view().waiting:  # noqa: ASYNC110 - it tells nobody
             await trio.sleep(0.01)
         lease.end(whole=True)
@@ -137,15 +138,10 @@ async def test_one_that_makes_room_is_not_started_by_its_own_next_request_before
     async with housed(plan(), memory) as (house, nursery):
         first, second = house.get("GPU0"), house.get("GPU1")
         answered: list[str] = []
-
-        async def want(backend: Any) -> None:
-            (await backend.admit(30)).end(whole=True)
-            answered.append(backend.plan.name)
-
         (await first.admit(30)).end(whole=True)
-        nursery.start_soon(want, second)
+        nursery.start_soon(ask, second, answered)
         await first.wait_for(lambda v: v.state is not State.READY)
-        nursery.start_soon(want, first)
+        nursery.start_soon(ask, first, answered)
         while len(answered) < 2:  # noqa: ASYNC110 - it tells nobody
             await trio.sleep(0.01)
         assert answered == ["GPU1", "GPU0"]
