@@ -38,6 +38,7 @@ from onebit_serve.core.errors import OnebitError, UsageError
 from onebit_serve.core.report import against_itself
 from onebit_serve.core.results import Request, Results, merge
 from onebit_serve.live.device_lock import lock_name
+from onebit_serve.live.prefetch import parts_of
 
 __all__ = [
     "Arm",
@@ -59,7 +60,6 @@ SERVE = (sys.executable, "-m", "onebit_serve.cli", "serve")
 
 _READY = re.compile(r"ready on (http://[^\s\"]+)")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
-_PART = re.compile(r"(.*)-\d{5}-of-(\d{5})(\.gguf)", re.IGNORECASE)  # llama.cpp's naming
 _LAST_LINES = 30
 _SHOWN_LINES = 5
 # A supervisor's own grace for requests in flight and for its child: 30 s and 10 s by default.
@@ -450,17 +450,7 @@ def forget(paths: Sequence[Path]) -> None:
 def model_files(flags: Sequence[str]) -> list[Path]:
     """Return the files that the flags name, the model and its heads, each with all of its parts."""
     named = [Path(word.rpartition("=")[2]) for word in flags]
-    return [part for path in named if path.is_file() for part in _parts(path)]
-
-
-def _parts(path: Path) -> list[Path]:
-    found = _PART.fullmatch(path.name)
-    if found is None:
-        return [path]
-    stem, count, suffix = found.groups()
-    return [
-        path.with_name(f"{stem}-{part:05d}-of-{count}{suffix}") for part in range(1, int(count) + 1)
-    ]
+    return [part for path in named if path.is_file() for part in parts_of(path)]
 
 
 def _check_model(tag: str, flags: Sequence[str]) -> None:

@@ -43,7 +43,7 @@ WORTH_BYTES = 64 << 20
 SAY_EVERY_S = 10.0
 _BESIDE = (("-md", "--model-draft", "--spec-draft-model"), ("-mm", "--mmproj"))
 """Options that name further files a child loads."""
-_PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+_PART = re.compile(r"(.+)-\d{5}(-of-)(\d{5})(\.gguf)", re.IGNORECASE)  # llama.cpp's naming
 
 
 class Fetched(msgspec.Struct, frozen=True):
@@ -70,8 +70,8 @@ def parts_of(model: Path) -> tuple[Path, ...]:
     found = _PART.fullmatch(model.name)
     if not found:
         return (model,)
-    count = int(found["count"])
-    names = (f"{found['stem']}-{n:05}-of-{found['count']}.gguf" for n in range(1, count + 1))
+    stem, of, count, suffix = found.groups()
+    names = (f"{stem}-{n:05}{of}{count}{suffix}" for n in range(1, int(count) + 1))
     return tuple(path for name in names if (path := model.with_name(name)).is_file())
 
 
