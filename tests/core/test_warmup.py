@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from plans import backend_plan
 
 from onebit_serve.core.plan import BackendPlan, WarmUp
 from onebit_serve.core.warmup import (
@@ -51,15 +52,10 @@ def test_the_completion_is_deterministic_uncached_and_of_fixed_length():
 
 
 def plan(upstream_model: str | None) -> BackendPlan:
-    return BackendPlan(
+    return backend_plan(
         name="zinc",
-        served_id="m",
         device="zinc",
         kind="zinc",
-        role="chat",
-        binary="/zinc",
-        model="m.gguf",
-        arguments=(),
         warm_up=WarmUp(prompt_tokens=100, decode_tokens=3),
         upstream_model=upstream_model,
     )

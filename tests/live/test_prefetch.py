@@ -9,8 +9,8 @@ import pytest
 import tiny_models as models
 import trio
 from front_door import Front
+from plans import backend_plan
 
-from onebit_serve.core.plan import BackendPlan
 from onebit_serve.live import prefetch
 from onebit_serve.live.prefetch import fetch, files_of, parts_of, resident_bytes
 
@@ -100,16 +100,8 @@ def test_a_draft_model_and_a_projector_are_read_with_their_model(tmp_path):
     model, head, rest, eyes = (tmp_path / name for name in names)
     for path in (model, head, rest, eyes):
         path.write_text("x")
-    plan = BackendPlan(
-        name="b",
-        served_id="b",
-        device="cpu",
-        kind="llama-server",
-        role="chat",
-        binary="b",
-        model=str(model),
-        arguments=("-md", str(head), "--mmproj", str(eyes)),
-    )
+    arguments = ("-md", str(head), "--mmproj", str(eyes))
+    plan = backend_plan(model=str(model), arguments=arguments)
     assert files_of(plan) == (model, head, rest, eyes)
     missing = msgspec.structs.replace(plan, arguments=("-mm", str(tmp_path / "none.gguf")))
     assert files_of(missing) == (model,)

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 import trio
+from plans import backend_plan
 
-from onebit_serve.core.plan import BackendPlan
 from onebit_serve.core.prompt_plan import PromptPlan
 from onebit_serve.core.warm_prompts import Entry, Standing
 from onebit_serve.live import prompts
@@ -58,17 +58,7 @@ class Warmer:
 def keeper(monkeypatch):
     monkeypatch.setattr(prompts, "_IDLE_S", 0)
     entry = Entry((SYSTEM,), label="entry 1")
-    plan = BackendPlan(
-        name="b",
-        served_id="b",
-        device="cpu",
-        kind="llama-server",
-        role="chat",
-        binary="b",
-        model="m",
-        arguments=(),
-        prompts=PromptPlan((entry,)),
-    )
+    plan = backend_plan(prompts=PromptPlan((entry,)))
     log = SimpleNamespace(lines=[])
     log.say = lambda line, **_: log.lines.append(line)
     made = PromptKeeper(plan, log)

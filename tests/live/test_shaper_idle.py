@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 import trio
+from plans import backend_plan
 
 from onebit_serve.core.http import Reply
-from onebit_serve.core.plan import BackendPlan
 from onebit_serve.core.warmup import WarmUpResult
 from onebit_serve.live import shaper
 from onebit_serve.live.shaper import Shaper
@@ -62,16 +62,7 @@ def prompts():
 
 @pytest.fixture
 async def ready(llama, prompts):
-    plan = BackendPlan(
-        name="b",
-        served_id="b",
-        device="vulkan",
-        kind="llama-server",
-        role="chat",
-        binary="b",
-        model="m",
-        arguments=(),
-    )
+    plan = backend_plan(device="vulkan")
     quiet = SimpleNamespace(say=lambda *_, **__: None, progress=lambda *_: None)
     made = Shaper(plan, quiet, prompts)
     made._plan = msgspec.structs.replace(
