@@ -170,8 +170,8 @@ def compare(
     """Compare results; the first arm is the baseline.
 
     An arm is a tag; a file without tags is an arm of its own name, or of its path where two files
-    have one name. Files of one tag are loads of
-    one arm. One file that holds several arms, as `ab` writes it, is enough.
+    have one name. Files of one tag are loads of one arm. One file that holds several arms, as `ab`
+    writes it, is enough.
     """
     if not files:
         raise UsageError("nothing to compare", hint="1bit bench-serve compare cold.csv warm.csv")

@@ -326,9 +326,7 @@ class ChildScorer(_Watched):
                     self._hung = await _until_up(request, child.pid, port)
             if loading.cancelled_caught:
                 self._hung = f"not loaded after {LOAD_S:g} s"
-            elif self._hung:
-                pass
-            else:
+            if not self._hung:
                 self._load_ms = round((time.monotonic() - began_s) * 1000, 1)
                 self._step(life.Healthy())
                 degraded, self._warm_up_ms = await _warm(scorer)
